@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Piece = tuple[TensorRef, int]
 """A tensor as a variable writes it; whole where the variable is −1."""
+Copy = tuple[TensorRef, int, int]
+"""A tensor with the variables that write it and that read it."""
 _COMPUTED = (Role.OPERATOR, Role.GRADIENT_SUM)
 
 
@@ -43,7 +45,8 @@ class Flight:
     ``standing[p, i]`` says how often piece i stands at place p, ``released[m, i]`` how much less where mode m computes
     again. ``copies`` are tensors that a reader may want in another placement than its writer's, ``beside[p, c]`` says
     at which place copy c stands. ``waiting`` are the numbers of the pieces that operators read which may be put off
-    until the gradient of the input has been sent back, and that others wrote.
+    until the gradient of the input has been sent back, and that others wrote. Of ``moved`` (piece, copy) what waits is
+    the copy, where there is one, in the modes of ``moved_modes[m]``; they are in order of their pieces.
 
     ``bytes_of_pieces`` and ``bytes_of_copies`` are those of whole tensors.
     """
@@ -51,9 +54,11 @@ class Flight:
     pieces: tuple[Piece, ...]
     standing: FloatArray
     released: FloatArray
-    copies: tuple[tuple[TensorRef, int, int], ...]
+    copies: tuple[Copy, ...]
     beside: FloatArray
     waiting: IntArray
+    moved: IntArray
+    moved_modes: NDArray[np.bool_]
     bytes_of_pieces: WholeBytes
     bytes_of_copies: WholeBytes
 
@@ -83,8 +88,11 @@ class _Follower:
     def flight(self) -> Flight:
         released = self._released()
         self._follow()
-        copies, beside = self._copies()
+        late = self._copied_late()
+        copies, beside = self._copies(late)
         waiting = np.array(self._waiting(), dtype=np.int64)
+        numbers = {copy: number for number, copy in enumerate(copies)}
+        moved = sorted((piece, numbers[copy], modes) for copy, (piece, modes) in late.items())
         change = np.zeros((len(self.order) + 2, len(self.pieces)))
         for place, piece, sign in self.changes:
             change[place, piece] += sign
@@ -94,7 +102,18 @@ class _Follower:
         of_pieces = WholeBytes(self.graph, [ref for ref, _ in self.pieces])
         of_copies = WholeBytes(self.graph, [ref for ref, _, _ in copies])
         standing = np.cumsum(change, axis=0)[:-1]
-        return Flight(tuple(self.pieces), standing, less, copies, beside, waiting, of_pieces, of_copies)
+        return Flight(
+            pieces=tuple(self.pieces),
+            standing=standing,
+            released=less,
+            copies=copies,
+            beside=beside,
+            waiting=waiting,
+            moved=np.array([(piece, copy) for piece, copy, _ in moved], dtype=np.int64).reshape(-1, 2),
+            moved_modes=np.array([modes for _, _, modes in moved], dtype=np.bool_).reshape(-1, len(MODES)).T,
+            bytes_of_pieces=of_pieces,
+            bytes_of_copies=of_copies,
+        )
 
     def _last(self) -> dict[TensorRef, int]:
         """Last place at which each tensor is read."""
@@ -147,23 +166,63 @@ class _Follower:
 
     def _waiting(self) -> list[int]:
         """Pieces that weight gradients read, written before them: values of the forward pass, and gradients."""
-        graph, model, of_node = self.graph, self.model, self.model.decisions.of_node
+        graph, model = self.graph, self.model
         read = {_base(self.owner, ref) for index in model.late for ref in graph.nodes[index].tensor_inputs}
-        found = []
-        for ref in sorted(read - self.final, key=_order):
-            if _arrives(model, ref):
-                found.append(self._piece(ref, model.exit))
-            elif ref == model.entry_tensor:
-                found.append(self._piece(ref, model.entry))
-            elif ref.node in model.nodes - model.late and graph.nodes[ref.node].role in _COMPUTED:
-                found.append(self._piece(ref, of_node[ref.node]))
+        pieces = (self._piece_of(ref) for ref in sorted(read - self.final, key=_order))
+        return [piece for piece in pieces if piece is not None]
+
+    def _piece_of(self, ref: TensorRef) -> int | None:
+        """The piece that a tensor is where it comes to the unit or is written in it before weight gradients."""
+        graph, model = self.graph, self.model
+        if _arrives(model, ref):
+            return self._piece(ref, model.exit)
+        if ref == model.entry_tensor:
+            return self._piece(ref, model.entry)
+        written = ref.node in model.nodes - model.late and graph.nodes[ref.node].role in _COMPUTED
+        return self._piece(ref, model.decisions.of_node[ref.node]) if written else None
+
+    def _copied_late(self) -> dict[Copy, tuple[int, tuple[bool, ...]]]:
+        """Copies in other placements that weight gradients read and earlier operators too, so that they wait.
+
+        With each the piece that it is a copy of, and in which modes that holds: of the forward pass a copy is there
+        where what reads it runs again, or its tensor does not.
+        """
+        graph, model, of_node = self.graph, self.model, self.model.decisions.of_node
+        users: dict[tuple[TensorRef, int], list[int]] = {}
+        for index in sorted(model.nodes - model.late):
+            if graph.nodes[index].role in _COMPUTED:
+                for ref in graph.nodes[index].tensor_inputs:
+                    users.setdefault((ref, of_node[index]), []).append(index)
+        found: dict[Copy, tuple[int, tuple[bool, ...]]] = {}
+        for index in sorted(model.late):
+            for ref in graph.nodes[index].tensor_inputs:
+                earlier = users.get((ref, of_node[index]), [])
+                piece = self._piece_of(_base(self.owner, ref)) if earlier and ref not in self.final else None
+                if piece is None:
+                    continue
+                backward = any(graph.nodes[user].phase is Phase.BACKWARD for user in earlier)
+                again = [model.again[mode].nodes for mode in MODES]
+                modes = tuple(backward or ref.node not in made or any(u in made for u in earlier) for made in again)
+                found |= dict.fromkeys(self._moves(ref, of_node[index]), (piece, modes))
         return found
 
-    def _copies(self) -> tuple[tuple[tuple[TensorRef, int, int], ...], FloatArray]:
-        """Copies that operators read in other placements than those were written in."""
+    def _moves(self, ref: TensorRef, reader: int) -> Iterator[Copy]:
+        """Where a tensor, or what it is a view of, may be moved on its way to a reader."""
+        model, variables = self.model, self.model.decisions.variables
+        while True:
+            writer = model.exit if _arrives(model, ref) else model.decisions.of_node[ref.node]
+            moves = ref in variables[reader].choices[0].reads and writer != reader and {writer, reader} <= self.members
+            if moves and writer is not None and self._writes(ref, writer):
+                yield ref, writer, reader
+            if ref not in self.owner:
+                return
+            reader, ref = model.decisions.of_node[ref.node], self.owner[ref]
+
+    def _copies(self, late: Iterable[Copy]) -> tuple[tuple[Copy, ...], FloatArray]:
+        """Copies that operators read in other placements than those were written in, and `late` ones."""
         of_node, variables = self.model.decisions.of_node, self.model.decisions.variables
         made = set(self.order)
-        found: dict[tuple[TensorRef, int, int], list[int]] = {}
+        found: dict[Copy, list[int]] = {}
         for place, index in enumerate(self.order):
             for ref in dict.fromkeys(self.graph.nodes[index].tensor_inputs):
                 writer, reader = of_node[ref.node], of_node[index]
@@ -171,6 +230,8 @@ class _Follower:
                 moved = inside and writer != reader and self._writes(ref, writer)
                 if moved and ref in variables[reader].choices[0].reads:
                     found.setdefault((ref, writer, reader), []).append(place)
+        for copy in late:
+            found.setdefault(copy, [])
         beside = np.zeros((len(self.order) + 1, len(found)))
         for number, places in enumerate(found.values()):
             beside[places, number] += 1.0
@@ -220,8 +281,15 @@ class FlightSizes:
             places = readers + self._first_there[:, None]
             differs = (self._here[:, writers + self._first_here[:, None]] != self._there[:, places]).any(axis=0)
             whole = self.flight.bytes_of_copies.at(graph)[:, None]
-            level = level + flight.beside @ (differs * (whole * self._read[places]))
-        return np.asarray(np.maximum(level.max(axis=0), 0.0)), np.asarray(sizes[flight.waiting].sum(axis=0))
+            copied = differs * (whole * self._read[places])
+            level = level + flight.beside @ copied
+        waiting = sizes[flight.waiting].sum(axis=0)
+        if len(flight.moved):
+            pieces, copies = flight.moved.T
+            more = np.where(differs[copies] & flight.moved_modes[mode].T, copied[copies] - sizes[pieces], 0.0)
+            # Several operators read one copy.
+            waiting = waiting + np.maximum.reduceat(more, np.unique(pieces, return_index=True)[1]).sum(axis=0)
+        return np.asarray(np.maximum(level.max(axis=0), 0.0)), np.asarray(waiting)
 
 
 def _shares(parts: Parts, placed: IntArray) -> FloatArray:

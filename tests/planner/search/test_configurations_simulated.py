@@ -18,6 +18,7 @@ from planner.configured import Configured
 from planner.documents import prediction_document
 from planner.graph.scaling import at_precision
 from planner.networks import load_network
+from planner.pipeline_prediction import predict_pipeline
 from planner.prediction import predict_plan
 from planner.request import PRECISIONS, Pins
 from planner.search.configurations.bounds import even_bound
@@ -137,6 +138,23 @@ USUAL = [
 @pytest.mark.parametrize("pins", USUAL, ids=lambda pins: "-".join(pins.named().values()))
 def test_objective_and_memory_agree_with_the_simulation(pins: Pins) -> None:
     check(configured(8, 64), pins)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_waits_for_the_gradients_of_weights_is_as_their_operators_read_it(recompute: str) -> None:
+    """Tensor ranks gather gradients that lie along the sequence for both products: what waits is what was gathered."""
+    search = configured(8, 32)
+    pins = Pins(
+        pp=2, tp=4, schedule="zb_h1", recompute=recompute, micro_batch=4, optimizer_sharding="none",
+        sequence_parallel=True,
+    )  # fmt: skip
+    (scored,) = search.scored(search.explore(pins, solves=1), 1)
+    placed = scored.placed
+    picked = zip(placed.tables.chain.positions, placed.partition.labels, strict=True)
+    waiting = np.array([placed.tables.units[unit].waiting_bytes[label] for unit, label in picked])
+    starts = [0, *placed.partition.ends[:-1]]
+    lowered = predict_pipeline(scored.plan, search.graph, search.hardware).lowered.sizes.weight_activations
+    assert np.add.reduceat(waiting, starts) == pytest.approx(np.asarray(lowered), rel=0.03)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
