@@ -14,8 +14,8 @@ from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.pipeline_passes import simulate_operators
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.task_table import FloatArray
-from tests.simulator.test_pipeline import random_costs
-from tests.simulator.test_schedules import EVERY, shapes
+from tests.simulator.test_pipeline import drawn
+from tests.simulator.test_schedules import EVERY
 
 WHOLE = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "dualpipe", "dualpipe_v", "multi_copy", "gradient_accumulation")
 
@@ -32,10 +32,7 @@ def ends_of_steps(schedule: Schedule, costs: PipelineCosts, steps: int) -> Float
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_steps_follow_at_the_period_and_never_later(name: str, data: st.DataObject) -> None:
-    schedule = make_schedule(name, *shapes(name, data))
-    costs = random_costs(
-        schedule.ranks, schedule.stages, data.draw(st.integers(0, 99)), overlap=data.draw(st.booleans())
-    )
+    schedule, costs = drawn(name, data)
     found, ends = simulate_pipeline(schedule, costs), ends_of_steps(schedule, costs, 4)
     apart = np.diff(ends, axis=0).max(axis=1)
     assert found.length_s >= ends[0].max()

@@ -19,7 +19,7 @@ from simulator.pipeline import (
     simulate_pipeline,
     step_of_passes,
 )
-from simulator.schedules import FORMULAS, SCHEDULES, Shape, make_schedule, parse_schedule_csv
+from simulator.schedules import FORMULAS, SCHEDULES, Schedule, Shape, make_schedule, parse_schedule_csv
 from tests.simulator.test_schedules import EVERY, shapes
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 1.5, 1.25), (1.0, 2.0, 0.75)]
@@ -120,14 +120,20 @@ def random_costs(ranks: int, stages: int, seed: int, *, overlap: bool) -> Pipeli
     )
 
 
-@EVERY
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_engines_agree_and_order_holds(name: str, data: st.DataObject) -> None:
+def drawn(name: str, data: st.DataObject) -> tuple[Schedule, PipelineCosts]:
+    """A schedule of any shape, and random costs of its passes."""
     schedule = make_schedule(name, *shapes(name, data))
     costs = random_costs(
         schedule.ranks, schedule.stages, data.draw(st.integers(0, 99)), overlap=data.draw(st.booleans())
     )
+    return schedule, costs
+
+
+@EVERY
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_engines_agree_and_order_holds(name: str, data: st.DataObject) -> None:
+    schedule, costs = drawn(name, data)
     table = pipeline_table(schedule, costs)
     (starts, ends), reference = fast_engine.run(table), engine.run(table)
     np.testing.assert_allclose(starts, reference[0], rtol=1e-12)
