@@ -193,6 +193,7 @@ class _Follower:
             if graph.nodes[index].role in _COMPUTED:
                 for ref in graph.nodes[index].tensor_inputs:
                     users.setdefault((ref, of_node[index]), []).append(index)
+        again = [model.again[mode].nodes for mode in MODES]
         found: dict[Copy, tuple[int, tuple[bool, ...]]] = {}
         for index in sorted(model.late):
             for ref in graph.nodes[index].tensor_inputs:
@@ -201,7 +202,6 @@ class _Follower:
                 if piece is None:
                     continue
                 backward = any(graph.nodes[user].phase is Phase.BACKWARD for user in earlier)
-                again = [model.again[mode].nodes for mode in MODES]
                 modes = tuple(backward or ref.node not in made or any(u in made for u in earlier) for made in again)
                 found |= dict.fromkeys(self._moves(ref, of_node[index]), (piece, modes))
         return found
