@@ -351,9 +351,10 @@ class Placing:
 
     def __call__(self, values: IntArray, units: IntArray) -> IntArray:
         """Numbers of `values` as the copies number `units` know them."""
-        own = self.of_unit[units] == self.home[values]
-        found = np.where(own, self.base[units] + self.local[values], self.fixed[values])
-        elsewhere = np.flatnonzero(found < 0)
+        found: IntArray = self.base[units] + self.local[values]
+        other = np.flatnonzero(self.of_unit[units] != self.home[values])
+        found[other] = self.fixed[values[other]]
+        elsewhere = other[found[other] < 0]
         if len(elsewhere):
             found[elsewhere] = self._elsewhere(values[elsewhere], units[elsewhere])
         return found

@@ -66,6 +66,7 @@ class _Step:
             name: tuple(np.array(column, dtype=np.int64) for column in (uses.offsets, uses.values, uses.units))
             for name, uses in (("reads", blueprint.reads), ("writes", blueprint.writes), ("done", blueprint.completes))
         }
+        self.views = np.array(blueprint.views, dtype=np.int64).reshape(-1, 3)
         owned = [
             (index, blueprint.named(name), blueprint.owners[index])
             for index in blueprint.source.stored
@@ -84,9 +85,7 @@ class _Step:
 
     def _rows(self, name: str, which: IntArray, unit: IntArray) -> _Rows:
         offsets, values, units = self.uses[name]
-        counts = offsets[which + 1] - offsets[which]
-        row = np.repeat(np.arange(len(which)), counts)
-        use = _ranges(offsets[which], counts)
+        row, use = _ranges(offsets[which], np.diff(offsets)[which])
         of = units[use]
         of += np.where(of < RELATIVE, unit[row] - SAME, 0)
         return _Rows(row, self.placing(values[use], of), use)
@@ -148,7 +147,9 @@ class _Step:
         beside = np.flatnonzero(self.beside[which] & (before >= 0))
         behind = np.unique(done.row[self.collective[which[done.row]]])
         row = np.concatenate([reads.row[waits], beside, behind])
-        keys = np.unique(row * size + np.concatenate([source[waits], before[beside], behind - 1]))
+        # Three ascending parts, which a stable sort merges.
+        keys = np.sort(row * size + np.concatenate([source[waits], before[beside], behind - 1]), kind="stable")
+        keys = keys[np.diff(keys, prepend=-1) > 0]
         counts = np.bincount(keys // max(size, 1), minlength=size)
         return keys % max(size, 1), np.concatenate(([0], np.cumsum(counts)))
 
@@ -167,13 +168,11 @@ class _Step:
 
     def _views(self, which: IntArray, unit: IntArray) -> tuple[IntArray, IntArray]:
         """Views that are made, and the values in whose memory they stand."""
-        given = np.array(self.blueprint.views, dtype=np.int64).reshape(-1, 3)
-        order = np.argsort(which, kind="stable")
-        begin = np.searchsorted(which[order], given[:, 0])
-        counts = np.searchsorted(which[order], given[:, 0], side="right") - begin
-        of = unit[order[_ranges(begin, counts)]]
-        view, source = np.repeat(given[:, 1], counts), np.repeat(given[:, 2], counts)
-        return self.placing(view, of), self.placing(source, of)
+        drafts, view, owner = self.views.T
+        counts = np.bincount(drafts, minlength=len(self.stream))
+        row, use = _ranges((np.cumsum(counts) - counts)[which], counts[which])
+        of = unit[row]
+        return self.placing(view[use], of), self.placing(owner[use], of)
 
     def _released(self, writer: SegmentWriter, last: IntArray, produced: BoolArray) -> IntArray:
         """Values that go: all but parameters, the batch, the loss, and what a later micro-batch needs."""
@@ -218,16 +217,15 @@ class _Step:
         return changes, states.tolist()
 
 
-def _ranges(begin: IntArray, counts: IntArray) -> IntArray:
-    """Numbers from each of `begin`, as many as `counts` says, one row after the other."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    found: IntArray = np.arange(total) + np.repeat(begin - (ends - counts), counts)
-    return found
+def _ranges(begin: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Numbers from each of `begin`, as many as `counts` says, one after the other: places in `begin`, and numbers."""
+    row: IntArray = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) + (begin - np.cumsum(counts) + counts)[row]
 
 
 def _expanded(order: array[int]) -> tuple[IntArray, IntArray]:
     """(n,) drafts of a segment in order, and the unit that each is run for."""
     blocks = np.array(order, dtype=np.int64).reshape(-1, 3)
     counts = blocks[:, 1] - blocks[:, 0]
-    return _ranges(blocks[:, 0], counts), np.repeat(blocks[:, 2], counts)
+    row, drafts = _ranges(blocks[:, 0], counts)
+    return drafts, blocks[row, 2]
