@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from planner.search.stages.fragments import FloatArray, IntArray
-from planner.search.stages.segments import Segments
+from planner.search.stages.segments import BoolArray, Segments, Window
+
+_START = np.array([0.0, np.inf])
+"""Sums before the first chunk."""
 
 
 def cut(segments: Segments, costs: FloatArray, which: Sequence[int]) -> list[int] | None:
@@ -23,28 +27,35 @@ def cut(segments: Segments, costs: FloatArray, which: Sequence[int]) -> list[int
     With units ``i`` and boundary states ``s``, ``best[c + 1, i + length, exit] = min over groups of
     best[c, i, entry] + cost``. Of equal ways the first group wins.
     """
-    chunks, units, width = len(which), segments.task.units, len(segments.states)
-    moves = segments.moves
-    priced = list(costs[:, moves.group])
-    best = list(np.full((chunks + 1, (units + 1) * width), np.inf))
-    best[0][0] = 0.0
-    for chunk, (row, window) in enumerate(zip(which, segments.windows, strict=True)):
-        if len(window.targets):
-            sums = best[chunk].take(window.source)
-            sums += priced[row][window.inside]
-            best[chunk + 1][window.targets] = np.minimum.reduceat(sums, window.begins)
-    place = units * width
-    if not np.isfinite(best[chunks][place]):
+    best = [_START]
+    for row, window in zip(which, segments.windows, strict=True):
+        best.append(_behind(best[-1], costs[row], window))
+    if not np.isfinite(best[-1][0]):
         return None
-    picks = []
-    for chunk in reversed(range(chunks)):
-        inside = moves.ending[place]
-        sums = best[chunk].take(moves.source[inside])
-        sums += priced[which[chunk]][inside]
-        pick = inside.start + int(sums.argmin())
-        picks.append(int(moves.group[pick]))
-        place = int(moves.source[pick])
+    picks, place = list[int](), 0
+    for chunk in reversed(range(len(which))):
+        group, place = _last(best[chunk], costs[which[chunk]], segments.windows[chunk], place)
+        picks.append(group)
     return picks[::-1]
+
+
+def _behind(before: FloatArray, costs: FloatArray, window: Window) -> FloatArray:
+    """(places + 1, …) least sums behind a chunk from those before it and costs (groups, …); the last is no place."""
+    sums = before.take(window.source, axis=0)
+    sums += costs.take(window.group, axis=0)
+    behind = np.full((len(window.begins), *sums.shape[1:]), np.inf)
+    np.minimum.reduceat(sums, window.begins[:-1], axis=0, out=behind[:-1])
+    return behind
+
+
+def _last(before: FloatArray, costs: FloatArray, window: Window, place: int) -> tuple[int, int]:
+    """Group of the segment behind which one of the sums of `_behind` is the least, and the place before it."""
+    begin, end = window.begins[place : place + 2].tolist()
+    source, group = window.source[begin:end], window.group[begin:end]
+    sums = before.take(source)
+    sums += costs.take(group)
+    pick = int(sums.argmin())
+    return int(group[pick]), int(source[pick])
 
 
 def cut_turns(
@@ -68,46 +79,67 @@ def cut_turns(
     -----
     As `cut`, with ``best[c, i, state, limit]`` inside of a turn; with each turn the best limit is settled.
     """
-    ranks, moves, shape = len(which) // len(turns), segments.moves, turns.shape[1:]
-    least = np.minimum.reduceat(tables, segments.offsets, axis=3).reshape(len(tables), -1, len(segments.groups))
-    priced = np.ascontiguousarray(least.transpose(0, 2, 1))
-    spans = segments.spans
-    best = [np.full((len(span), priced.shape[2]), np.inf) for span in spans]
-    best[0][0] = 0.0
-    settled = []
-    for chunk, (row, window) in enumerate(zip(which, segments.windows, strict=True)):
-        if len(window.targets):
-            sums = best[chunk].take(window.source - spans[chunk].start, axis=0)
-            sums += priced[row].take(moves.group[window.inside], axis=0)
-            best[chunk + 1][window.targets - spans[chunk + 1].start] = np.minimum.reduceat(sums, window.begins, axis=0)
-        if (chunk + 1) % ranks == 0:
-            whole = best[chunk + 1].reshape(-1, *shape) + turns[chunk // ranks]
-            settled.append(whole.argmin(axis=2))
-            best[chunk + 1].reshape(-1, *shape)[:] = whole.min(axis=2, keepdims=True)
-    place = segments.task.units * len(segments.states)
-    if place not in spans[-1] or not np.isfinite(best[-1][place - spans[-1].start]).all():
+    ranks, costs = len(which) // len(turns), tables.shape[1]
+    priced = np.minimum.reduceat(tables, segments.offsets, axis=3).transpose(0, 3, 1, 2)
+    matter = _matter(segments, priced, turns)
+    if not matter.any(axis=1).all():
         return None
-    return [_picked(segments, tables[:, cost], priced, which, best, settled, cost) for cost in range(shape[0])]
+    sums, found = np.repeat(_START[:, None], costs, axis=1), list[_Turn]()
+    for turn, limits in enumerate(map(np.flatnonzero, matter)):
+        inner = priced[:, :, :, limits].reshape(*priced.shape[:2], -1)
+        best, chunks = [np.repeat(sums, len(limits), axis=1)], range(turn * ranks, (turn + 1) * ranks)
+        for chunk in chunks:
+            best.append(_behind(best[-1], inner[which[chunk]], segments.windows[chunk]))
+        whole = best.pop().reshape(-1, costs, len(limits)) + turns[turn][:, limits]
+        found.append(_Turn(chunks, limits, best, whole.argmin(axis=2)))
+        sums = whole.min(axis=2)
+    if not np.isfinite(sums[0]).all():
+        return None
+    return [_picked(segments, tables[:, cost], priced[:, :, cost], which, found, cost) for cost in range(costs)]
+
+
+class _Turn(NamedTuple):
+    """Sums of a turn: before each of its `chunks` under each of its `limits`, and which limit is best behind it."""
+
+    chunks: range
+    limits: IntArray
+    best: list[FloatArray]
+    settled: IntArray
 
 
 def _picked(
-    segments: Segments, tables: FloatArray, priced: FloatArray, which: Sequence[int], best: Sequence[FloatArray],
-    settled: Sequence[IntArray], cost: int,
-) -> list[int]:  # fmt: skip
+    segments: Segments, tables: FloatArray, priced: FloatArray, which: Sequence[int], turns: Sequence[_Turn], cost: int
+) -> list[int]:
     """The row of `cut_turns` for one of the costs, from behind."""
-    moves, spans, ranks = segments.moves, segments.spans, len(which) // len(settled)
-    place, picks, limit = segments.task.units * len(segments.states), [], 0
-    for chunk in reversed(range(len(which))):
-        if (chunk + 1) % ranks == 0:
-            limit = int(settled[chunk // ranks][place - spans[chunk + 1].start, cost])
-        column, inside = cost * tables.shape[1] + limit, moves.ending[place]
-        sums = best[chunk][:, column].take(moves.source[inside] - spans[chunk].start)
-        sums += priced[which[chunk], :, column].take(moves.group[inside])
-        pick = inside.start + int(sums.argmin())
-        group = segments.groups[int(moves.group[pick])]
-        picks.append(group.first + int(tables[which[chunk], limit, group.first : group.last].argmin()))
-        place = int(moves.source[pick])
-    return picks[::-1]
+    picks, place = list[tuple[int, int, int]](), 0
+    for turn in reversed(turns):
+        settled = int(turn.settled[place, cost])
+        column, limit = cost * len(turn.limits) + settled, int(turn.limits[settled])
+        for chunk, before in zip(reversed(turn.chunks), reversed(turn.best), strict=True):
+            row = which[chunk]
+            group, place = _last(before[:, column], priced[row, :, limit], segments.windows[chunk], place)
+            picks.append((row, limit, group))
+    inside = {pick: segments.groups[pick[2]] for pick in dict.fromkeys(picks)}
+    rows = {
+        (row, limit, number): group.first + int(tables[row, limit, group.first : group.last].argmin())
+        for (row, limit, number), group in inside.items()
+    }
+    return [rows[pick] for pick in reversed(picks)]
+
+
+def _matter(segments: Segments, priced: FloatArray, turns: FloatArray) -> BoolArray:
+    """(turns, limits) whether a limit allows a segment of a turn that the one before it does not, or costs less.
+
+    Parameters
+    ----------
+    priced : (kinds, groups, costs, limits) least seconds of each group
+    turns : (turns, costs, limits) seconds that a limit costs in each turn
+    """
+    none = np.full((*priced.shape[:3], 1), np.inf)
+    other = (priced != np.concatenate([none, priced[:, :, :, :-1]], axis=3)).any(axis=(0, 2))
+    found: BoolArray = segments.of_turns @ other
+    found[:, 1:] |= (turns[:, :, 1:] < turns[:, :, :-1]).any(axis=1)
+    return found
 
 
 def reaches(segments: Segments, fits: Sequence[Sequence[int]], which: Sequence[int]) -> bool:

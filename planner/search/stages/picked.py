@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 
 from planner.search.stages.chunk_terms import memory_bytes, step_s
@@ -21,15 +23,12 @@ def objective_s(segments: Segments, picks: Picks) -> float:
 
 def made(segments: Segments, picks: Picks, lower_s: float) -> Partition:
     """The partition of these rows, with a bound on all."""
-    labels: list[int] = []
-    ends: list[int] = []
-    for row in picks:
-        group = segments.groups[int(np.searchsorted(segments.offsets, row, side="right")) - 1]
-        labels += group.source.labels[group.rows[row - group.first]].tolist()
-        ends.append(len(labels))
+    places = (np.searchsorted(segments.offsets, picks, side="right") - 1).tolist()
+    groups = [segments.groups[place] for place in places]
+    labels = [g.source.labels[g.rows[row - g.first]] for g, row in zip(groups, picks, strict=True)]
     return Partition(
-        ends=tuple(ends),
-        labels=tuple(labels),
+        ends=tuple(accumulate(group.length for group in groups)),
+        labels=tuple(np.concatenate(labels).tolist()),
         objective_s=objective_s(segments, picks),
         lower_bound_s=lower_s,
         fill_s=segments.values[picks, FILL],

@@ -210,29 +210,38 @@ class Moves:
         targets, begins = np.unique(target[order], return_index=True)
         return cls((start * width + entry[group])[order], group[order], targets, np.append(begins, len(order)))
 
-    @cached_property
-    def ending(self) -> dict[int, slice]:
-        """Segments that end at each place."""
-        ends = pairwise(self.begins.tolist())
-        return {place: slice(begin, end) for place, (begin, end) in zip(self.targets.tolist(), ends, strict=True)}
-
-    def between(self, firsts: IntArray, lasts: IntArray) -> list[Window]:
-        """Segments that end at places from each of `firsts` on, before that of `lasts`."""
-        lows, highs = self.targets.searchsorted(firsts), self.targets.searchsorted(lasts)
-        highs = np.maximum(lows, highs)
-        begins, ends = self.begins[lows].tolist(), self.begins[highs].tolist()
+    def windows(self, firsts: IntArray, lasts: IntArray) -> list[Window]:
+        """For chunks one after the other, segments that end from place `firsts` on, before that of `lasts`."""
+        lows = self.targets.searchsorted(firsts)
+        highs = np.maximum(lows, self.targets.searchsorted(lasts))
+        first, ends = self.begins[lows], self.begins[highs]
+        counts = ends - first
+        ends = np.cumsum(counts)
+        inside = np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
+        # Before the first chunk there is one place, the begin of the network.
+        places = np.append(0, self.targets)
+        begin = np.repeat(np.append(0, lows + 1)[:-1], counts)
+        size = np.repeat(np.append(1, highs - lows)[:-1], counts)
+        source = places.searchsorted(self.source)
+        there = places.take(source, mode="clip") == self.source
+        source = np.where(there, source, -1)[inside] - begin
+        source = np.where((source < 0) | (source >= size), size, source)
+        group, edges = self.group[inside], pairwise([0, *ends.tolist()])
         return [
-            Window(slice(begin, end), self.source[begin:end], self.targets[low:high], self.begins[low:high] - begin)
-            for low, high, begin, end in zip(lows.tolist(), highs.tolist(), begins, ends, strict=True)
+            Window(source[begin:end], group[begin:end], self.begins[low : high + 1] - self.begins[low])
+            for low, high, (begin, end) in zip(lows.tolist(), highs.tolist(), edges, strict=True)
         ]
 
 
 class Window(NamedTuple):
-    """Segments that one chunk may be: which of all, where each begins, where they end, and the first of each end."""
+    """Segments (n,) that one chunk may be, by where they end.
 
-    inside: slice
+    Those that end at one place are ``begins[i]:begins[i + 1]``. ``source`` is the number of the place where each
+    begins among those where the chunk before may end, how many these are where it is none of them; ``group`` its group.
+    """
+
     source: IntArray
-    targets: IntArray
+    group: IntArray
     begins: IntArray
 
 
@@ -341,16 +350,19 @@ class Segments:
     def windows(self) -> list[Window]:
         """For each chunk the segments that it may be."""
         low, high = self._reached * len(self.states)
-        return self.moves.between(low, high)
+        return self.moves.windows(low, high)
 
     @cached_property
-    def spans(self) -> list[range]:
-        """Places before each chunk, and behind the last one, that segments of that chunk or of the one before touch."""
-        (low, high), width = self._reached, len(self.states)
-        first = np.minimum(np.append(0, low), np.append(low - self.longest, low[-1]))
-        last = np.maximum(np.append(1, high), np.append(high - 1, high[-1]))
-        edges = zip((np.maximum(first, 0) * width).tolist(), (last * width).tolist(), strict=True)
-        return [range(begin, end) for begin, end in edges]
+    def of_turns(self) -> BoolArray:
+        """(turns, groups) whether some chunk of each turn may be of each group."""
+        begins = np.array([(g.starts.start, g.starts.stop, g.length) for g in self.groups])
+        first, last, length = begins.T
+        low, high = self._reached
+        ranks = self.task.ranks
+        ends = low[::ranks, None], high[ranks - 1 :: ranks, None]
+        low, high = np.append(0, low[:-1])[::ranks, None], np.append(1, high[:-1])[ranks - 1 :: ranks, None]
+        inside: BoolArray = (first < high) & (last > low) & (first + length < ends[1]) & (last + length > ends[0])
+        return inside
 
     @cached_property
     def _reached(self) -> IntArray:
