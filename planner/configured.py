@@ -16,12 +16,12 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
-from planner.rescoring import Contender, Field, rescore
+from planner.rescoring import Contender, Field, Foretold, rescore
 from planner.search.candidates import that_can_cut
 from planner.search.configurations.alternatives import diverse
 from planner.search.configurations.bounds import work_bound
 from planner.search.configurations.branch_and_bound import explore
-from planner.search.configurations.explored import Explored, Placed, Unfit
+from planner.search.configurations.explored import Explored, Placed, Unfit, joined
 from planner.search.configurations.limits import PROOF
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, orders
@@ -409,7 +409,11 @@ class Configured:
     def contenders(self, explored: Explored, count: int) -> list[Contender[Scored]]:
         """The best plans by objective, to be simulated each so that its peak fits."""
         return [
-            Contender(objective_s=placed.objective_s, simulate=partial(self._fitting, explored, placed))
+            Contender(
+                objective_s=placed.objective_s,
+                foretell=partial(self._foretold, explored, placed),
+                settle=partial(self._fitting, explored, placed),
+            )
             for placed in diverse(explored.found, count)
         ]
 
@@ -429,49 +433,38 @@ class Configured:
             "such as where parameters are stored, decides it; leave one of them out"
         )
 
-    def _fitting(self, explored: Explored, placed: Placed, _best_s: float) -> Scored | None:
+    def _foretold(self, explored: Explored, placed: Placed) -> Foretold:
+        plan = self.plan(placed, self.certificate(explored))
+        if not fits_copies(plan, self.graph):
+            return Foretold(plan=plan)
+        if self.hints and (broken := self._not_kept(plan)) is not None:
+            return Foretold(plan=plan, refused=broken)
+        prediction = predict_plan(plan, self.graph, self.hardware)
+        analytic = analytic_breakdown(placed, self.model())
+        return Foretold(plan=plan, prediction=replace(prediction, analytic=analytic))
+
+    def _fitting(self, explored: Explored, placed: Placed, foretold: Foretold, _best_s: float) -> Scored | None:
         limit = float(self.hardware.device_memory_bytes)
         allowed = placed.task.limit_bytes
-        for _ in range(TIGHTER + 1):
-            plan = self.plan(placed, self.certificate(explored))
-            if not fits_copies(plan, self.graph):
+        for again in range(TIGHTER + 1):
+            if again:
+                tighter = partition(simplified(replace(placed.task, limit_bytes=allowed)))
+                if tighter is None:
+                    break
+                placed = replace(placed, partition=tighter)
+                foretold = self._foretold(explored, placed)
+            prediction = foretold.prediction
+            if prediction is None:
+                explored.refused = explored.refused or foretold.refused
                 return None
-            if self.hints and (broken := self._not_kept(plan)) is not None:
-                explored.refused = explored.refused or broken
-                return None
-            prediction = predict_plan(plan, self.graph, self.hardware)
             over = prediction.peak_memory_bytes - limit
-            if over > 0:
-                fullest = prediction.peak_rank, prediction.peak_memory_bytes
-                explored.unfit.append(Unfit.known(placed.configuration, *fullest))
-            else:
-                prediction = replace(prediction, analytic=analytic_breakdown(placed, self.model()))
-                return Scored(placed=placed, plan=plan, prediction=prediction)
+            if over <= 0:
+                return Scored(placed=placed, plan=foretold.plan, prediction=prediction)
+            fullest = prediction.peak_rank, prediction.peak_memory_bytes
+            explored.unfit.append(Unfit.known(placed.configuration, *fullest))
             allowed -= over + 0.01 * limit
-            again = partition(simplified(replace(placed.task, limit_bytes=allowed)))
-            if again is None:
-                break
-            placed = replace(placed, partition=again)
         explored.missed.append(placed.task.limit_bytes - allowed)
         return None
-
-
-def joined(each: Sequence[Explored]) -> Explored:
-    """What searches of parts of a space found together."""
-    if len(each) == 1:
-        return each[0]
-    return Explored(
-        found=sorted((p for one in each for p in one.found), key=lambda placed: placed.objective_s),
-        unfit=[unfit for one in each for unfit in one.unfit],
-        lower_bound_s=min((one.lower_bound_s for one in each), default=np.inf),
-        opened=sum(one.opened for one in each),
-        solved=sum(one.solved for one in each),
-        tables=sum(one.tables for one in each),
-        refused=next((one.refused for one in each if one.refused), ""),
-        dense=next((one.dense for one in each if one.dense), ""),
-        interrupted=any(one.interrupted for one in each),
-        timings={phase: sum(one.timings[phase] for one in each) for phase in (each[0] if each else Explored()).timings},
-    )
 
 
 def _stages(extent: Extent) -> list[dict[tuple[Mesh, int], None]]:

@@ -11,7 +11,7 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
 from planner.prediction import Prediction, predict_plan, without_rounding
 from planner.quantities import bytes_text
-from planner.rescoring import Contender
+from planner.rescoring import Contender, Foretold
 from planner.search.candidates import ALTERNATIVE, NOTHING_KNOWN, ROOMY, Found, Known, Misfit, Space, closed, explore
 from planner.search.configurations.buckets import USUAL
 from planner.search.exact.elimination import TooWideError
@@ -153,22 +153,30 @@ class OneStagePlans:
     def contenders(self, one: OneStage, count: int) -> list[Contender[Candidate]]:
         """The first plans, each so that its simulated peak fits."""
         return [
-            Contender(objective_s=item.solution.objective_s, simulate=partial(self._fitting, item, one.unseen))
+            Contender(
+                objective_s=item.solution.objective_s,
+                foretell=partial(self._proven, item, one.unseen),
+                settle=partial(self._fitting, item),
+            )
             for item in one.found[:count]
         ]
 
-    def _fitting(self, item: Found, unseen: bool, best_s: float) -> Candidate | None:
+    def _proven(self, item: Found, unseen: bool) -> Foretold:
+        """What a solved mesh does, with what is proven of it."""
+        if unseen:
+            item = replace(item, solution=replace(item.solution, lower_bound_s=0.0))
+        elif self.space.search_mode != "dynamic_programming":
+            item = replace(item, solution=_bounded(item, self.space.hardware.device_memory_bytes))
+        return self._foretold(item)
+
+    def _fitting(self, item: Found, foretold: Foretold, best_s: float) -> Candidate | None:
         """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
         space, limit = self.space, self.space.hardware.device_memory_bytes
         retries = _RETRIES if item.solution.objective_s <= ALTERNATIVE * best_s else 0
-        if unseen:
-            item = replace(item, solution=replace(item.solution, lower_bound_s=0.0))
-        elif space.search_mode != "dynamic_programming":
-            item = replace(item, solution=_bounded(item, limit))
-        prediction, plan = self._predicted(item)
+        bound = foretold.plan.certificate.lower_bound_s
         allowed = float(limit)
         for _ in range(retries if item.solution.memory_bytes > ROOMY * limit else 0):
-            over = 0 if prediction is None else prediction.peak_memory_bytes - limit
+            over = 0 if foretold.prediction is None else foretold.prediction.peak_memory_bytes - limit
             if over <= 0:
                 break
             allowed -= over + 0.01 * limit
@@ -176,21 +184,20 @@ class OneStagePlans:
             if again is None:
                 return None
             # The bound of the tighter limit does not hold for the device's own; that of the first search does.
-            bound = min(item.solution.lower_bound_s, again.solution.lower_bound_s)
-            again = replace(again, solution=replace(again.solution, lower_bound_s=bound))
-            prediction, plan = self._predicted(again)
-        if prediction is None or prediction.peak_memory_bytes > limit:
+            least = min(bound, again.solution.lower_bound_s)
+            foretold = self._foretold(replace(again, solution=replace(again.solution, lower_bound_s=least)))
+        if foretold.prediction is None or foretold.prediction.peak_memory_bytes > limit:
             return None
-        return Candidate(plan=plan, prediction=prediction, reason="")
+        return Candidate(plan=foretold.plan, prediction=foretold.prediction, reason="")
 
-    def _predicted(self, item: Found) -> tuple[Prediction | None, Plan]:
-        """What a solved mesh does; None where its copies cannot be cut so."""
+    def _foretold(self, item: Found) -> Foretold:
+        """What a solved mesh does, unless its copies cannot be cut so."""
         plan = _make_plan(self.space, self.graph, self.base, item)
         if not fits_copies(plan, self.graph):
-            return None, plan
+            return Foretold(plan=plan)
         found = predict_plan(plan, self.graph, self.space.hardware)
         analytic = without_rounding(parts_of(item.problem, item.solution), item.solution.objective_s)
-        return replace(found, analytic=analytic), plan
+        return Foretold(plan=plan, prediction=replace(found, analytic=analytic))
 
 
 def _bounded(item: Found, limit: float) -> Solution:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import planner.pipeline_prediction  # noqa: F401 - which `predict_plan` else loads in the midst of a search
-from planner.configured import Configured, Scored
+from planner.configured import Configured
 from planner.explanations import (
     SIMULATED,
     PinCost,
     ShadowPrices,
-    brought_along,
-    describe,
     other_choices,
-    pin_costs,
     pin_messages,
     reason,
-    shadow_prices,
 )
+from planner.found_configurations import FoundConfigurations
 from planner.graph.operator_graph import OperatorGraph
 from planner.hosted import as_simulated, simulated_costs
 from planner.infeasible import why_infeasible
@@ -34,11 +30,10 @@ from planner.one_stage import pin_costs as one_stage_pin_costs
 from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
 from planner.plan_messages import costs_left_out, idle_axes, interrupted, without_rules
 from planner.prediction import Prediction, precision_notes, predict
-from planner.refining import refined, threshold_cost_s
+from planner.refining import refined
 from planner.request import Pins, PlanRequest
 from planner.rescoring import RESCORED, Field, rescore, said_of
-from planner.search.candidates import NEAR_ENOUGH, NOTHING_KNOWN, Known, Space
-from planner.search.configurations.explored import Explored, Placed
+from planner.search.candidates import NOTHING_KNOWN, Space
 from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.patience import Patience
 from planner.setting import Setting, setting_of
@@ -111,6 +106,7 @@ def plan_network(
     graph: OperatorGraph | None = None,
     shared: SharedTables | None = None,
     patience: Patience | None = None,
+    cores: int = 1,
 ) -> PlanResult:
     """Search the best plans of a request.
 
@@ -121,7 +117,8 @@ def plan_network(
     (`planner.search.candidates.explore`). Pipelines, micro-batches, recomputation, shardings of optimizer states and
     orders of the axes are searched with the closed form of `planner.search.configurations.step_model`
     (`planner.search.configurations.branch_and_bound`). The best of both are lowered, simulated and ranked by
-    simulated step time.
+    simulated step time. With two `cores` plans of the second search are simulated by a fork of this process while the
+    first goes on (`planner.beside`); the result is the same.
 
     A KeyboardInterrupt during the search ends it with the best plan so far, and is raised where there is none;
     a `patience` that listens lets the search find one.
@@ -130,7 +127,7 @@ def plan_network(
     setting = setting_of(request, graph, shared, patience)
     pins, hardware, graph = setting.pins, setting.search.hardware, setting.search.graph
     request = setting.request
-    searched = _searched(setting, patience)
+    searched = _searched(setting, patience, cores)
     one, found = searched.one or OneStage(), searched.found
     began = time.perf_counter()
     ranked = _ranked(searched.scored)[: max(request.top, 1)]
@@ -170,9 +167,15 @@ def plan_network(
     )
 
 
-def _searched(setting: Setting, patience: Patience) -> _Search:
+def _searched(setting: Setting, patience: Patience, cores: int) -> _Search:
+    search = _Search(setting, patience, cores)
+    with search.opened:
+        _run(search, setting, patience)
+    return search
+
+
+def _run(search: _Search, setting: Setting, patience: Patience) -> None:
     request, pins = setting.request, setting.pins
-    search = _Search(setting, patience)
     wide = _searches_configurations(request, pins, setting.search)
     refusable = wide or _falls_back(request, pins)
     if wide:
@@ -196,20 +199,20 @@ def _searched(setting: Setting, patience: Patience) -> _Search:
     if request.sensitivity and not search.interrupted:
         with search.timed("sensitivity"):
             search.tell_sensitivity()
-    return search
 
 
 class _Search:
     """The searches of one request: what each found, what of it was simulated, and the seconds of each phase."""
 
-    def __init__(self, setting: Setting, patience: Patience) -> None:
-        self.setting, self.patience = setting, patience
+    def __init__(self, setting: Setting, patience: Patience, cores: int) -> None:
+        self.setting, self.patience, self.cores = setting, patience, cores
         self.wanted = max(setting.request.top, RESCORED)
-        self.found: _Configurations | None = None
+        self.found: FoundConfigurations | None = None
         self.one: OneStage | None = None
         self.operators = Field[Candidate](contenders=())
         self.stopped = False
         self.pin_costs: tuple[PinCost, ...] = ()
+        self.opened = ExitStack()
         self.timings = dict.fromkeys(("operators", "rescoring"), 0.0)
 
     @property
@@ -233,10 +236,12 @@ class _Search:
 
     def explore(self) -> None:
         """Search configurations."""
-        search, pins = self.setting.search, self.setting.pins
+        search, pins, request = self.setting.search, self.setting.pins, self.setting.request
         explored = search.explore(pins, wanted=self.wanted, patience=self.patience)
-        contenders = search.contenders(explored, self.wanted)
-        self.found = _Configurations(search, pins, explored, Field(contenders=contenders), self.setting.request.pins)
+        cores = 1 if self.patience.asked or explored.interrupted else self.cores
+        with self.timed("rescoring"):
+            self.found = FoundConfigurations(search, pins, explored, self.wanted, request, cores)
+        self.opened.callback(self.found.close)
         self.timings |= explored.timings
 
     def explore_tighter(self) -> None:
@@ -247,10 +252,9 @@ class _Search:
         for search, explored in search_tighter(first.search, first.pins, first.explored, self.wanted, self.patience):
             for phase, seconds in explored.timings.items():
                 self.timings[phase] += seconds
-            field = Field(contenders=search.contenders(explored, self.wanted))
-            self.found = _Configurations(search, first.pins, explored, field, first.asked)
+            self.found = FoundConfigurations(search, first.pins, explored, self.wanted, self.setting.request)
             self.rescore()
-            if field.scored:
+            if self.found.scored:
                 return
         self.found = first
 
@@ -337,7 +341,7 @@ def _falls_back(request: PlanRequest, pins: Pins) -> bool:
     return request.search_mode != "dynamic_programming" and not request.hints and not pins.batch_only
 
 
-def _beyond(request: PlanRequest, found: _Configurations | None) -> tuple[str, ...]:
+def _beyond(request: PlanRequest, found: FoundConfigurations | None) -> tuple[str, ...]:
     """Say that a fast mode has left the search to that of configurations."""
     if found is None or not found.scored or request.search_mode == "dynamic_programming":
         return ()
@@ -345,72 +349,6 @@ def _beyond(request: PlanRequest, found: _Configurations | None) -> tuple[str, .
         f"{request.search_mode} searches plans of one stage that keep everything, of which none is possible here: the "
         "plans are those of the search over configurations",
     )
-
-
-class _Configurations:
-    """What the search over configurations found, and what it says of pins, memory and links."""
-
-    def __init__(
-        self, search: Configured, pins: Pins, explored: Explored, field: Field[Scored], asked: Collection[str]
-    ) -> None:
-        self.search, self.pins, self.explored, self.field, self.asked = search, pins, explored, field, asked
-        self.prices: ShadowPrices | None = None
-        self.costs: tuple[PinCost, ...] = ()
-
-    @property
-    def scored(self) -> list[Scored]:
-        """What was simulated."""
-        return self.field.scored
-
-    @property
-    def known(self) -> Known:
-        """What it says to the search of single operators."""
-        steps = tuple(placed.objective_s for placed in self.explored.found)
-        return Known(steps_s=steps, passes_s=partial(self.search.passes_s, self.pins))
-
-    def tell_sensitivity(self) -> None:
-        """Find what memory, links and pins are worth."""
-        best = min(self.explored.found, key=lambda placed: placed.objective_s, default=None)
-        if best is None:
-            return
-        self.prices = shadow_prices(self.search, self.pins, self.explored, best)
-        self.costs = tuple(self._pin_costs(best))
-
-    def _pin_costs(self, best: Placed) -> Iterator[PinCost]:
-        # Marked stages stay where they are.
-        staged = bool(self.search.unit_pins.cuts)
-        pins = replace(self.pins, pp=None, vpp=None) if staged else self.pins
-        yield from pin_costs(self.search, pins, best, self.asked)
-        first = next(iter(self.scored), None)
-        if first is None:
-            return
-        kept, shape = self.pins.sharding_threshold_kb, describe(first.placed.configuration)
-        if kept is not None:
-            yield f"sharding_threshold_kb={kept}", threshold_cost_s(self.search, first), f"{shape} with no threshold"
-        graph, hardware = self.search.graph, self.search.hardware
-        for pin, seconds, where in simulated_costs(graph, hardware, first.plan, first.prediction, self.pins):
-            more = brought_along(self.search, pins, best, pin.partition("=")[0], self.asked)
-            yield (pin, seconds, f"{shape} {where}") if more is None else (pin, seconds + more[1], more[2])
-
-    @property
-    def leaves_operators(self) -> bool:
-        """Whether plans of one stage that keep everything come near the best: their operators may be free as well.
-
-        Strategies of each operator on the axes of a stage are chosen already, and what the data axis leaves to gain is
-        less.
-        """
-        if not self.explored.found:
-            return not self.explored.interrupted
-        best = min(placed.objective_s for placed in self.explored.found)
-        return not self.explored.interrupted and any(
-            placed.configuration.pipeline == 1
-            and placed.objective_s <= NEAR_ENOUGH * best
-            and not any(
-                bool(placed.tables.units[unit].recompute[pick])
-                for unit, pick in zip(placed.tables.chain.positions, placed.partition.labels, strict=True)
-            )
-            for placed in self.explored.found
-        )
 
 
 def _ranked(scored: Iterable[Candidate]) -> list[Candidate]:
@@ -425,7 +363,7 @@ def _refined(
     search: Configured,
     pins: Pins,
     ranked: list[Candidate],
-    found: _Configurations | None,
+    found: FoundConfigurations | None,
     stopped: bool,
     patience: Patience,
 ) -> tuple[list[Candidate], bool]:
@@ -444,7 +382,7 @@ def _refined(
     return [best, *ranked[1:]], False
 
 
-def _no_plan(space: Space, one: OneStage, found: _Configurations | None) -> str:
+def _no_plan(space: Space, one: OneStage, found: FoundConfigurations | None) -> str:
     return (
         why_one_stage_does_not_fit(space, one.misfits)
         if found is None
@@ -452,7 +390,9 @@ def _no_plan(space: Space, one: OneStage, found: _Configurations | None) -> str:
     )
 
 
-def _with_reasons(ranked: list[Candidate], found: _Configurations | None, hardware: Hardware) -> tuple[Candidate, ...]:
+def _with_reasons(
+    ranked: list[Candidate], found: FoundConfigurations | None, hardware: Hardware
+) -> tuple[Candidate, ...]:
     """Say of every plan but the first which part of the step made it lose."""
     if not ranked:
         return ()

@@ -39,15 +39,25 @@ def said_of(plan: Plan) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """A plan as it was found, and what it is predicted to do: None where it cannot be; ``refused`` may say why."""
+
+    plan: Plan
+    prediction: Prediction | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contender(Generic[Scored]):
     """A plan that a search found.
 
-    ``objective_s`` is what the search minimised; ``simulate`` is given the least step so far, and returns None for a
-    plan that does not fit once it is simulated.
+    ``objective_s`` is what the search minimised; ``foretell`` simulates the plan, and changes nothing that anyone else
+    reads; ``settle`` is given what it returns and the least step so far, and returns None for a plan that does not fit.
     """
 
     objective_s: float
-    simulate: Callable[[float], Scored | None]
+    foretell: Callable[[], Foretold]
+    settle: Callable[[Foretold, float], Scored | None]
 
 
 @dataclass(kw_only=True)
@@ -82,7 +92,7 @@ class Field(Generic[Scored]):
         """Simulate the next plan."""
         contender = self.next
         assert contender is not None  # asked before
-        found = contender.simulate(best_s)
+        found = contender.settle(contender.foretell(), best_s)
         self.tried += 1
         if found is not None:
             self.scored.append(found)

@@ -34,6 +34,7 @@ from planner.cli.terminal import Terminal
 if TYPE_CHECKING:
     from planner.cli.config import Configuration, PlanSettings
     from planner.planning import PlanRequest, PlanResult
+    from planner.search.patience import Patience
 
 WAITING = "interrupted before there was a plan: going on to the first one (again: end with nothing)"
 
@@ -142,7 +143,6 @@ def plan(given: PlanArguments) -> None:
 
 
 def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug: bool) -> None:
-    from planner.planning import plan_network
     from planner.quantities import seconds_text
     from planner.search.patience import Patience
 
@@ -153,10 +153,18 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         patience = Patience(say=lambda: terminal.note(WAITING))
         with patience.listening():
-            result = _stored(request, found.stored) if found.stored else plan_network(request, patience=patience)
+            result = _stored(request, found.stored) if found.stored else _planned(request, patience)
     if debug and result.timings:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
     _finish(terminal, request, result, path, several=settings.top is not None)
+
+
+def _planned(request: PlanRequest, patience: Patience) -> PlanResult:
+    """Plans that are searched for on all cores that this process may use."""
+    from planner.planning import plan_network
+    from simulator.calibration.process import available_cores
+
+    return plan_network(request, patience=patience, cores=available_cores())
 
 
 def _stored(request: PlanRequest, source: str) -> PlanResult:

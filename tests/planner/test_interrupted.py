@@ -72,7 +72,7 @@ def plan_interrupted(folder: Path, where: str, *after: int) -> tuple[int, str, P
         pytest.param("planner.configured:stage_tables", 1, id="first table"),
         pytest.param("planner.configured:predict_plan", 1, id="first simulation", marks=pytest.mark.slow),
         pytest.param("planner.configured:predict_plan", 3, id="third simulation", marks=pytest.mark.slow),
-        pytest.param("planner.planning:shadow_prices", 1, id="prices", marks=pytest.mark.slow),
+        pytest.param("planner.found_configurations:shadow_prices", 1, id="prices", marks=pytest.mark.slow),
         pytest.param("planner.planning:search_one_stage", 1, id="operators", marks=pytest.mark.slow),
         pytest.param("planner.planning:refined", 1, id="refining", marks=pytest.mark.slow),
         pytest.param(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.rescoring import Contender, Field, rescore
+from planner.rescoring import Contender, Field, Foretold, rescore
 from planner.strategy.plan import Plan
 
 
@@ -41,7 +41,11 @@ class _Scored:
 def field_of(objectives: list[float], ratios: list[float], first: int = 0) -> Field[Any]:
     def contender(number: int, objective: float, ratio: float) -> Contender[Any]:
         scored = _Scored(cast(Plan, _Named(first + number)), _Figures(objective * ratio))
-        return Contender(objective_s=objective, simulate=lambda _: scored if ratio else None)
+        return Contender(
+            objective_s=objective,
+            foretell=lambda: Foretold(plan=scored.plan),
+            settle=lambda *_: scored if ratio else None,
+        )
 
     pairs = sorted(zip(objectives, ratios, strict=True))
     return Field(contenders=[contender(number, *pair) for number, pair in enumerate(pairs)])
@@ -80,16 +84,15 @@ def test_plans_that_do_not_fit_make_room_for_others() -> None:
 def test_an_interruption_ends_it_once_there_is_a_plan(at: int) -> None:
     plans, calls = field_of([1.0, 2.0, 3.0], [1.0, 1.0, 1.0]), []
 
-    def interrupted(_: float) -> Any:
+    def interrupted() -> Foretold:
         calls.append(at)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return plain(_)
+        return plain()
 
-    plain = plans.contenders[at].simulate
+    plain = plans.contenders[at].foretell
     plans.contenders = [
-        Contender(objective_s=one.objective_s, simulate=interrupted if n == at else one.simulate)
-        for n, one in enumerate(plans.contenders)
+        replace(one, foretell=interrupted) if n == at else one for n, one in enumerate(plans.contenders)
     ]
     assert rescore([plans], 3)
     assert steps(plans) == [1.0]

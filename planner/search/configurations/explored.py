@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -102,3 +102,21 @@ class Explored:
         if not self.found or self.found[0].objective_s <= 0:
             return 0.0
         return max(0.0, 1.0 - self.lower_bound_s / self.found[0].objective_s)
+
+
+def joined(each: Sequence[Explored]) -> Explored:
+    """What searches of parts of a space found together."""
+    if len(each) == 1:
+        return each[0]
+    return Explored(
+        found=sorted((p for one in each for p in one.found), key=lambda placed: placed.objective_s),
+        unfit=[unfit for one in each for unfit in one.unfit],
+        lower_bound_s=min((one.lower_bound_s for one in each), default=np.inf),
+        opened=sum(one.opened for one in each),
+        solved=sum(one.solved for one in each),
+        tables=sum(one.tables for one in each),
+        refused=next((one.refused for one in each if one.refused), ""),
+        dense=next((one.dense for one in each if one.dense), ""),
+        interrupted=any(one.interrupted for one in each),
+        timings={phase: sum(one.timings[phase] for one in each) for phase in (each[0] if each else Explored()).timings},
+    )

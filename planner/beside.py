@@ -1,0 +1,120 @@
+"""Work shared with a fork of this process, which sees without a copy all that was found before."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+
+class Beside:
+    """Values of functions, worked out by a fork of this process and by this process, whichever comes first to each.
+
+    The fork begins at once, with the first. Whoever asks for a value that the fork is at works out the next of them
+    meanwhile. What the fork cannot do is done here; with fewer than two cores, or where forks are not safe, so is
+    everything, and only when asked for.
+
+    Parameters
+    ----------
+    works
+        The functions, in the order in which their values will probably be asked for. They change nothing that another
+        one reads, and their values can be pickled.
+    cores
+        Cores that may be used.
+    """
+
+    def __init__(self, works: Sequence[Callable[[], Any]], cores: int) -> None:
+        self._works = works
+        self._values: dict[int, Any] = {}
+        # Linux alone: system libraries of others do not outlive a fork.
+        shared = cores > 1 and len(works) > 1 and sys.platform == "linux"
+        self._fork = _Fork(works) if shared else None
+
+    def value(self, number: int) -> Any:
+        """Return what one of the functions returns."""
+        while number not in self._values:
+            self._receive(wait=False)
+            if number not in self._values:
+                self._go_on(number)
+        return self._values[number]
+
+    def close(self) -> None:
+        """End the fork; what it has not sent is worked out here if it is asked for."""
+        if self._fork is not None:
+            self._fork.end()
+            self._fork = None
+
+    def _go_on(self, number: int) -> None:
+        """Do this piece of work or the next that nobody has begun; wait where there is none."""
+        following = range(number, len(self._works)) if self._fork is not None else ()
+        free = next((n for n in following if self._fork is not None and self._fork.claim(n)), None)
+        if free is None and self._fork is not None:
+            self._receive(wait=True)
+            return
+        mine = number if free is None else free
+        try:
+            self._values[mine] = self._works[mine]()
+        except Exception:
+            # Perhaps nobody will ask for the others.
+            if mine == number:
+                raise
+
+    def _receive(self, *, wait: bool) -> None:
+        """Take what the fork has sent; a value at least if it is to `wait`."""
+        while self._fork is not None and (wait or self._fork.values.poll()):
+            try:
+                number, value = self._fork.values.recv()
+            except EOFError:
+                self.close()
+            except BaseException:
+                # Interrupted in the midst of a value: what follows cannot be read.
+                self.close()
+                raise
+            else:
+                self._values[number] = value
+                wait = False
+
+
+class _Fork:
+    """The other process, what it sends, and which functions either of both has begun with."""
+
+    values: Connection
+
+    def __init__(self, works: Sequence[Callable[[], Any]]) -> None:
+        self._begun = mmap.mmap(-1, len(works))
+        context = multiprocessing.get_context("fork")
+        self.values, sending = context.Pipe(duplex=False)
+        self._process: BaseProcess = context.Process(target=self._run, args=(works, sending), daemon=True)
+        self._process.start()
+        sending.close()
+
+    def claim(self, number: int) -> bool:
+        """Begin with a function if nobody has; where both do so at once, both find the same."""
+        begun = bool(self._begun[number])
+        self._begun[number] = 1
+        return not begun
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self.values.close()
+        self._begun.close()
+
+    def _run(self, works: Sequence[Callable[[], Any]], sending: Connection) -> None:
+        # An interrupt of both is for the other process, which ends this one.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for number, work in enumerate(works):
+                if self.claim(number):
+                    sending.send((number, work()))
+        finally:
+            # Whoever asks for what is missing meets the error. Nothing else is said or done at the end of the copy.
+            os._exit(0)
