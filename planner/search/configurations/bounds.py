@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from planner.search.configurations.step_model import AXES, Configuration, StepMo
 from planner.search.configurations.storage import Storages
 from planner.search.configurations.stored_ways import uneven_passes_s
 from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
-from planner.search.stages.chain_bound import LONG, chain_bound, chain_bounds, unlike
+from planner.search.stages.chain_bound import LONG, chain_bound, chain_bounds, unlike, values_bounds
 from planner.search.stages.fragments import (
     BACKLOG,
     COLUMNS,
@@ -125,11 +124,11 @@ def states_bounds(
     tables: StageTables,
     configuration: Configuration,
     states: LeastStates,
-    passes: float = 0.0,
+    passes: float | FloatArray = 0.0,
 ) -> FloatArray:
     """(storages,) `whole_bound` with what states take in each of several storages, and what passes keep beside them.
 
-    ``passes`` is another bound, but for what the last message of gradients takes.
+    ``passes`` is another bound, of all or (storages,), but for what the last message of gradients takes.
     """
     c, ahead = configuration, computed_ahead(extent, configuration)
     summed = c.data > 1 and tables.decisions.sums_over_batch
@@ -139,7 +138,7 @@ def states_bounds(
         even[size] = even_bound(c, _passes_s(model, tables, each, tables.least.whole_s, least=False), ahead)
     passes_s = np.array([even[size] for size in shared]) + states.again_s(model, tables, c)
     stored = np.maximum(passes_s, even_bound(c, extent.launch_s, ahead)) + states.whole_s / c.pipeline
-    return np.maximum(stored, passes) + states.last_s(model, c)
+    return np.asarray(np.maximum(stored, passes) + states.last_s(model, c))
 
 
 def _passes_s(model: StepModel, tables: StageTables, c: Configuration, least_s: float, *, least: bool = True) -> float:
@@ -174,18 +173,22 @@ def passes_bound(
 
 
 def chained_bound(
-    extent: Extent, model: StepModel, tables: StageTables, configuration: Configuration, once_s: FloatArray
-) -> float:
-    """`passes_bound` of a chain of unlike units, with passes between boundary states."""
+    extent: Extent, model: StepModel, tables: StageTables, configuration: Configuration, states: LeastStates
+) -> FloatArray:
+    """(storages,) `passes_bound` of a chain of unlike units, with passes between boundary states.
+
+    With several chunks a rank, whose cuts are listed one by one, storages share the bound of the least of all.
+    """
+    once_s, numbers = states.anywhere_s
+    if configuration.virtual > 1:
+        once_s, numbers = once_s.min(axis=0, keepdims=True), np.zeros_like(numbers)
     c, ways, share = configuration, least_ways(tables), _filled(configuration, computed_ahead(extent, configuration))
     sums_s = model.batch_sums_s(tables, c, least=True).sum(axis=1)
     passes_s = np.maximum(ways.seconds + sums_s[ways.units], tables.launches_s[ways.units])
-    values = np.zeros((len(passes_s), COLUMNS))
-    values[:, FILL] = share * passes_s
-    values[:, STEADY] = (c.micro_batches - share) * passes_s + once_s[ways.units]
-    each = zip(ways.kinds, pairwise(ways.ends), strict=True)
-    kinds = tuple(Fragments(values[begin:end], kind.entry, kind.exit, kind.labels) for kind, (begin, end) in each)
-    return chain_bound(_passes_task(model, tables, c, kinds))
+    values = np.zeros((len(once_s), len(passes_s), COLUMNS))
+    values[:, :, FILL] = share * passes_s
+    values[:, :, STEADY] = (c.micro_batches - share) * passes_s + once_s[:, ways.units]
+    return values_bounds(_passes_task(model, tables, c, ways.kinds), values)[numbers]
 
 
 def _passes_task(
@@ -220,14 +223,12 @@ def _least_between_s(tables: StageTables) -> FloatArray:
 class LeastWays(NamedTuple):
     """The fastest passes of one micro-batch of each unit between any two boundary states, one unit behind the other.
 
-    ``seconds`` and ``units`` (ways,) are those of both passes, and whose they are; between two of ``ends`` each lie the
-    ways of a unit.
+    ``seconds`` and ``units`` (ways,) are those of both passes, and whose they are.
     """
 
     kinds: tuple[Fragments, ...]
     seconds: FloatArray
     units: IntArray
-    ends: tuple[int, ...]
 
 
 @lru_cache(maxsize=256)
@@ -248,9 +249,8 @@ def least_ways(tables: StageTables) -> LeastWays:
                 np.arange(len(entry))[:, None],
             )
         )
-    sizes = [len(ways) for ways in found]
-    units = np.repeat(np.arange(len(found)), sizes)
-    return LeastWays(tuple(found), np.concatenate(fastest), units, (0, *accumulate(sizes)))
+    units = np.repeat(np.arange(len(found)), [len(ways) for ways in found])
+    return LeastWays(tuple(found), np.concatenate(fastest), units)
 
 
 def computed_ahead(extent: Extent, configuration: Configuration) -> float:

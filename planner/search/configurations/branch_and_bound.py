@@ -67,7 +67,7 @@ from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.exact.elimination import TooWideError
 from planner.search.patience import Patience
 from planner.search.stages.chain_bound import chain_bound, unlike
-from planner.search.stages.fragments import WIDTH
+from planner.search.stages.fragments import WIDTH, FloatArray
 from planner.search.stages.partition import lists_cuts, partition, proves_misfit
 from planner.search.stages.segments import MANY, PartitionTask, idealised, simplified, undominated
 from planner.search.units.labels import StageTables
@@ -375,13 +375,13 @@ class _Search:
             self._push(least, Node(behind, placed, passes=bound))
 
     def _chain(self, bound: float, node: Node) -> None:
-        """Bound it by passes between the boundary states of units."""
+        """Bound each storage by passes between the boundary states of units."""
         placed, tables = node.configuration, self._table(node.configuration)
         states = self._least_states(tables, placed)
         assert states is not None  # it has been bounded with them
-        once_s, last_s = states.once_s.min(axis=0), float(states.last_s(self.model, placed).min())
-        passes = max(node.passes, chained_bound(self.extent, self.model, tables, placed, once_s))
-        self._push(max(bound, passes + last_s), Node(Stage.WHOLE, placed, passes=passes))
+        passes = np.maximum(node.passes, chained_bound(self.extent, self.model, tables, placed, states))
+        least = float((passes + states.last_s(self.model, placed)).min())
+        self._push(max(bound, least), Node(Stage.WHOLE, placed, passes=passes))
 
     def _least_states(self, tables: StageTables, placed: Configuration) -> LeastStates | None:
         """What states take at least in each storage that all ranks together have room for; None where there is none."""
@@ -419,7 +419,7 @@ class _Search:
         assert tables is not None  # its order was opened
         return tables
 
-    def _store(self, bound: float, ways: list[Configuration], passes: float = 0.0) -> None:
+    def _store(self, bound: float, ways: list[Configuration], passes: float | FloatArray = 0.0) -> None:
         """Leave storages out where all ranks together do not hold what stands through the step."""
         if not ways:
             return  # pins leave none

@@ -67,6 +67,15 @@ class LeastStates:
         )  # fmt: skip
 
     @property
+    def anywhere_s(self) -> tuple[FloatArray, IntArray]:
+        """``once_s`` of each way, on the host or on the devices as is less, and (storages,) the number of its way."""
+        numbers: dict[Configuration, int] = {}
+        of = np.array([numbers.setdefault(way, len(numbers)) for way in self.ways])
+        least = np.full((len(numbers), self.once_s.shape[1]), np.inf)
+        np.minimum.at(least, of, self.once_s)
+        return least, of
+
+    @property
     def stored(self) -> list[Configuration]:
         """The placed configuration in each of the storages."""
         each = zip(self.ways, self.away, strict=True)

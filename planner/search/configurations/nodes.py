@@ -8,7 +8,7 @@ from enum import IntEnum
 from planner.search.configurations.explored import Placed
 from planner.search.configurations.step_model import Configuration
 from planner.search.stages.exact_turns import SHORT
-from planner.search.stages.fragments import WIDTH
+from planner.search.stages.fragments import WIDTH, FloatArray
 from planner.search.stages.segments import PartitionTask, simplified
 
 BY_TURNS = 1e-3
@@ -55,9 +55,9 @@ OPTIMISM = {
 class Node:
     """A configuration, or several orders of its axes, that wait to be opened; ``key`` numbers its table of labels.
 
-    ``passes`` bounds it whatever way its states are stored, but for the last message of gradients. With ``gain_s`` it
-    stands for the same with states on the host as well, which may take so much less. ``siblings`` are it and those that
-    are stored in other ways, with their bounds: they are timed together, ``chain_s`` as a chain.
+    ``passes`` bounds it in every way to store its states, or in each, but for the last message of gradients. With
+    ``gain_s`` it stands for the same with states on the host as well, which may take so much less. ``siblings`` are it
+    and those that are stored in other ways, with their bounds: they are timed together, ``chain_s`` as a chain.
     """
 
     stage: Stage
@@ -66,7 +66,7 @@ class Node:
     placed: Placed | None = None
     width: int = WIDTH
     others: tuple[Configuration, ...] = ()
-    passes: float = 0.0
+    passes: float | FloatArray = 0.0
     gain_s: float = 0.0
     chain_s: float | None = None
     siblings: list[tuple[float, Node]] = field(default_factory=list)

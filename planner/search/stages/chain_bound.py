@@ -139,12 +139,17 @@ def chain_bound(task: PartitionTask) -> float:
 
 def chain_bounds(tasks: Sequence[PartitionTask]) -> FloatArray:
     """(tasks,) bounds of several tasks at once, which differ in the values of their ways alone."""
-    task = tasks[0]
+    return values_bounds(tasks[0], np.stack([_values(task) for task in tasks]))
+
+
+def values_bounds(task: PartitionTask, values: FloatArray) -> FloatArray:
+    """(tasks,) bounds of tasks like `task` whose ways have those ``values``, (tasks, ways of all kinds, columns)."""
     if task.pieces == 1:
-        return _one_row(tasks)
+        return _one_row(task, values)
     if task.chunks > 1 and few_cuts(task.units, task.pieces):
-        return np.array([least_listed(*cheapest_rows(one), task.rank_of, task.uneven_s is None) for one in tasks])
-    rows = chain_rows(tasks)
+        rows_of = (_cheapest_rows(task, each) for each in values)
+        return np.array([least_listed(*rows, task.rank_of, task.uneven_s is None) for rows in rows_of])
+    rows = chain_rows(task, values)
     if rows.busy.shape[1] * rows.busy.shape[2] > WIDE:
         rows = rows.anywhere
     return rows_bounds(rows, task.ranks, task.pieces)
@@ -184,18 +189,17 @@ def _coupled(
     return np.where(busy <= limits * (1 + _ROUNDING), coupled, np.inf)
 
 
-def _one_row(tasks: Sequence[PartitionTask]) -> FloatArray:
+def _one_row(task: PartitionTask, values: FloatArray) -> FloatArray:
     """(tasks,) least seconds of the whole network on one rank.
 
     Synchronisation ends no sooner than any unit's own messages behind what those before it fall behind, so that each
     unit bounds it: those before it by their seconds with what falls behind, those after it by their seconds alone.
     """
-    task, values = tasks[0], _values(tasks)
     seconds = values[:, :, FILL] + values[:, :, STEADY]
     terms = np.stack([seconds, seconds + values[:, :, BACKLOG], seconds + np.maximum(values[:, :, QUEUE], 0.0)])
     alone, behind, left = _least_steps(task, _boundaries(task), terms)
     kinds = np.repeat(np.arange(len(task.counts)), task.counts)
-    before, after = np.full((2, len(tasks), len(kinds) + 1, alone.shape[-1]), np.inf)
+    before, after = np.full((2, len(values), len(kinds) + 1, alone.shape[-1]), np.inf)
     before[:, 0, 0] = after[:, -1, 0] = 0.0
     for unit, kind in enumerate(kinds[:-1].tolist()):
         before[:, unit + 1] = (before[:, unit, :, None] + behind[:, kind]).min(axis=1)
@@ -205,10 +209,10 @@ def _one_row(tasks: Sequence[PartitionTask]) -> FloatArray:
     return found
 
 
-def chain_rows(tasks: Sequence[PartitionTask]) -> ChainRows:
-    """Least seconds of every row of consecutive units of tasks which differ in the values of their ways alone."""
-    task, boundaries = tasks[0], _boundaries(tasks[0])
-    first, behind, fill, shared, both = _rows(task, _values(tasks), boundaries, range(5))
+def chain_rows(task: PartitionTask, values: FloatArray) -> ChainRows:
+    """Least seconds of every row of consecutive units of tasks like `task`, whose ways have those ``values``."""
+    boundaries = _boundaries(task)
+    first, behind, fill, shared, both = _rows(task, values, boundaries, range(5))
     sent = _sends(task, boundaries.states)[:, :, None, None]
     busy = np.maximum(_waited(task, first, sent), _waited(task, behind, sent))
     fill, shared, both = (each + task.fill_sends * sent for each in (fill, shared, _waited(task, both, sent)))
@@ -217,9 +221,14 @@ def chain_rows(tasks: Sequence[PartitionTask]) -> ChainRows:
 
 def cheapest_rows(task: PartitionTask) -> tuple[FloatArray, FloatArray]:
     """Both terms of every row of consecutive units in its cheapest boundary states, (units, units) each."""
-    boundaries, values = _boundaries(task), _values([task])
-    late = values[:, :, QUEUE].max() > 0 or values[:, :, BACKLOG].any()
-    fill, *passes = _rows(task, values, boundaries, (_FILL, _LEFT, _BEHIND) if late else (_FILL, _LEFT))[:, 0]
+    return _cheapest_rows(task, _values(task))
+
+
+def _cheapest_rows(task: PartitionTask, values: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """`cheapest_rows` of a task like `task` whose ways have those ``values``."""
+    boundaries, late = _boundaries(task), values[:, QUEUE].max() > 0 or values[:, BACKLOG].any()
+    picked = (_FILL, _LEFT, _BEHIND) if late else (_FILL, _LEFT)
+    fill, *passes = _rows(task, values[None], boundaries, picked)[:, 0]
     sent = _sends(task, boundaries.states)[:, :, None, None]
     busy = np.max([_waited(task, seconds, sent) for seconds in passes], axis=0)
     return busy.min(axis=(1, 3)), (fill + task.fill_sends * sent).min(axis=(1, 3))
@@ -236,9 +245,9 @@ def _boundaries(task: PartitionTask) -> _Boundaries:
     return _Boundaries(states, states.searchsorted(entry), states.searchsorted(leave))
 
 
-def _values(tasks: Sequence[PartitionTask]) -> FloatArray:
-    """(tasks, ways of all kinds, columns) of `Fragments.values`."""
-    return np.stack([np.concatenate([kind.values for kind in task.kinds]) for task in tasks])
+def _values(task: PartitionTask) -> FloatArray:
+    """(ways of all kinds, columns) of `Fragments.values`."""
+    return np.concatenate([kind.values for kind in task.kinds])
 
 
 def _sends(task: PartitionTask, states: IntArray) -> FloatArray:

@@ -26,7 +26,7 @@ from planner.search.configurations.bounds import (
 )
 from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.explored import Explored
-from planner.search.configurations.least_states import least_states_in
+from planner.search.configurations.least_states import least_states_in, least_states_of
 from planner.search.configurations.schedule_shapes import PINNED, SEARCHED
 from planner.search.configurations.space import Extent, bases, configurations, storages
 from planner.search.configurations.step_model import Configuration, StepModel
@@ -183,7 +183,7 @@ def test_no_configuration_is_faster_than_its_bounds(
         assert even_bound(c, whole_s, ahead) <= best * (1 + 1e-9), c
         passes = passes_bound(extent, step, tables, c, least.once_s[0])
         if unlike(tables.counts, task.pieces):
-            passes = max(passes, chained_bound(extent, step, tables, c, least.once_s[0]))
+            passes = max(passes, chained_bound(extent, step, tables, c, least)[0])
         assert task_bound(task) <= best * (1 + 1e-9), c
         assert task.pieces == 1 or chain_bound(task) <= best * (1 + 1e-9), c
         assert memory_bound(task) <= best * (1 + 1e-9), c
@@ -192,6 +192,24 @@ def test_no_configuration_is_faster_than_its_bounds(
         assert passes + least.last_s(step, c)[0] <= best * (1 + 1e-9), c
         if standing_bytes(step, tables, [c])[0] > c.pipeline * step.limit_bytes or not least.fits[0]:
             assert found is None, c
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_storages_of_a_chain_are_bounded_together_as_each_alone(virtual: int) -> None:
+    """Those with several chunks a rank share the bound of the least of them."""
+    units, step = network(2), model(40.0)
+    extent = Extent(hardware=A100, devices=8, global_batch=32, pins=Pins(), units=4)
+    schedule = "1f1b" if virtual == 1 else "interleaved_1f1b"
+    placed = Configuration(pipeline=2, virtual=virtual, schedule=schedule, data=4, micro_batches=8)
+    tables, ways = made_tables(units, placed, A100), storages(extent, placed)
+    states = least_states_of(extent, step, tables, ways)
+    assert states is not None
+    assert len(states.ways) > len(ways)
+    together = chained_bound(extent, step, tables, placed, states)[[states.place(way) for way in ways]]
+    alone = [chained_bound(extent, step, tables, way, least_states_in(step, tables, way))[0] for way in ways]
+    assert max(alone) > 1.001 * min(alone)
+    assert together == pytest.approx(alone if virtual == 1 else [min(together)] * len(ways))
+    assert np.all(together <= np.array(alone) * (1 + 1e-9))
 
 
 @pytest.mark.parametrize("schedule", [None, *SEARCHED, *PINNED])
