@@ -70,7 +70,7 @@ def working_set(program: Program | ProgramColumns) -> int:
                 duration_s=float(segment.size),
                 starts_s=begins,
                 ends_s=np.arange(1, segment.size + 1, dtype=np.float64),
-                position=order,
+                order=order,
             )
         )
     return memory_timeline(program, spans).peak_bytes

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from simulator.columns import KIND_INDEX, KINDS, Changes, ProgramColumns, SegmentColumns
+from simulator.columns import KIND_INDEX, KINDS, Changes, ProgramColumns
 from simulator.errors import ProgramError
 from simulator.program import BufferKind, Collective
+from simulator.sorting import stable_order
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -21,15 +22,15 @@ IntArray = npt.NDArray[np.int64]
 class SegmentSpan:
     """When a segment and its tasks run: what memory has to know of a schedule.
 
-    ``starts_s`` and ``ends_s``, (tasks,), count from the start of a repetition; ``position``,
-    (tasks,), ranks the tasks in an order that respects their dependencies.
+    ``starts_s`` and ``ends_s``, (tasks,), count from the start of a repetition; ``order``, (tasks,), lists the tasks
+    such that none comes before one it depends on.
     """
 
     offset_s: float
     duration_s: float
     starts_s: FloatArray
     ends_s: FloatArray
-    position: IntArray
+    order: IntArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,23 +60,16 @@ class MemoryTimeline:
     later: tuple[MemoryCurve, ...]
 
 
-class _Changes(NamedTuple):
-    """Buffers that come (sign +1) or go (−1) in a segment, in order of time; arrays (changes,)."""
-
-    task: IntArray
-    sign: IntArray
-    name: IntArray
-    size: IntArray
-    kind: IntArray
-    time: FloatArray
-
-
 class _Block(NamedTuple):
-    """The changes of one repetition of a segment; segment −1 is what is resident."""
+    """The changes of one repetition of a segment in order of time; segment −1 is what is resident.
+
+    ``place``, (changes,), counts through the changes of all the program as they are given.
+    """
 
     segment: int
     repetition: int
-    changes: _Changes
+    place: IntArray
+    times_s: FloatArray
 
 
 def memory_timeline(
@@ -98,31 +92,28 @@ def memory_timeline(
     """
     if message_workspace:
         program = _with_workspace(program, message_workspace)
-    blocks = [_Block(-1, 0, _resident_changes(program))]
-    for index, (segment, span) in enumerate(zip(program.segments, spans, strict=True)):
-        changes = _segment_changes(segment, span)
-        blocks += [_Block(index, repetition, changes) for repetition in range(min(segment.count, 2))]
-    size, kind = _resolve_releases(program, blocks)
-    sign = np.concatenate([block.changes.sign for block in blocks])
-    level = np.cumsum(sign * size)
-    if not level.size:
-        level, sign, size, kind = (np.zeros(1, np.int64) for _ in range(4))
-    peak = int(np.argmax(level))
-    bounds = np.cumsum([0, *(block.changes.sign.size for block in blocks)])
+    blocks = _blocks(program, spans)
+    given = _given(program)
+    place = np.concatenate([block.place for block in blocks])
+    allocation, standing = _allocations(program, given, blocks, place)
+    change = given.sign[place] * given.size_bytes[allocation]
+    level = np.cumsum(change)
+    peak = int(np.argmax(level)) if level.size else 0
+    at_peak = np.zeros(len(KINDS), np.int64)
+    np.add.at(at_peak, given.kind[allocation[: peak + 1]], change[: peak + 1])
+    bounds = np.cumsum([0, *(len(block.place) for block in blocks)])
     curves = {
-        (block.segment, block.repetition): MemoryCurve(times_s=block.changes.time, total_bytes=level[start:stop])
+        (block.segment, block.repetition): MemoryCurve(times_s=block.times_s, total_bytes=level[start:stop])
         for block, start, stop in zip(blocks, bounds[:-1], bounds[1:], strict=True)
     }
-    at_peak = np.zeros(len(KINDS), np.int64)
-    np.add.at(at_peak, kind[: peak + 1], (sign * size)[: peak + 1])
     segments = range(len(program.segments))
     return MemoryTimeline(
         resident_bytes=int(program.resident.size_bytes.sum()),
-        peak_bytes=int(level[peak]),
+        peak_bytes=int(at_peak.sum()),
         peak_time_s=_time_of(peak, blocks, bounds, spans),
         at_peak={kind: int(total) for kind, total in zip(KINDS, at_peak, strict=True) if total},
-        final_bytes=int(level[-1]),
-        unreleased=_unreleased(program, blocks),
+        final_bytes=int(level[-1]) if level.size else 0,
+        unreleased=_unreleased(program, standing),
         first=tuple(curves[index, 0] for index in segments),
         later=tuple(curves.get((index, 1), curves[index, 0]) for index in segments),
     )
@@ -150,61 +141,85 @@ def _with_workspace(program: ProgramColumns, message_workspace: Mapping[Collecti
     return replace(program, segments=tuple(segments), buffers=names)
 
 
-def _resident_changes(program: ProgramColumns) -> _Changes:
-    given = program.resident
-    return _Changes(given.row, given.sign, given.buffer, given.size_bytes, given.kind, np.zeros(len(given.row)))
+def _given(program: ProgramColumns) -> Changes:
+    """What is resident, then the changes of the segments, as they are given."""
+    parts = (program.resident, *(segment.changes for segment in program.segments))
+    return Changes(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Changes)})
 
 
-def _segment_changes(segment: SegmentColumns, span: SegmentSpan) -> _Changes:
-    given = segment.changes
-    task_of, sign, name, size, kind = given.row, given.sign, given.buffer, given.size_bytes, given.kind
-    time = np.where(sign > 0, span.starts_s[task_of], span.ends_s[task_of])
-    # At one instant: first the ends of tasks that began earlier, then the tasks that begin now,
-    # each in the order of dependencies (a task of no length begins and ends in its turn).
-    ends_earlier_task = (sign < 0) & (span.starts_s < span.ends_s)[task_of]
-    turn = np.where(ends_earlier_task, 0, 2 * len(span.position)) + 2 * span.position[task_of] + (sign < 0)
-    order = np.lexsort((turn, time))
-    return _Changes(task_of[order], sign[order], name[order], size[order], kind[order], time[order])
+def _blocks(program: ProgramColumns, spans: Sequence[SegmentSpan]) -> list[_Block]:
+    begin = len(program.resident.row)
+    blocks = [_Block(-1, 0, np.arange(begin), np.zeros(begin))]
+    for index, (segment, span) in enumerate(zip(program.segments, spans, strict=True)):
+        order, times_s = _in_time(segment.changes, span)
+        blocks += [_Block(index, repetition, begin + order, times_s) for repetition in range(min(segment.count, 2))]
+        begin += len(order)
+    return blocks
 
 
-def _resolve_releases(program: ProgramColumns, blocks: Sequence[_Block]) -> tuple[IntArray, IntArray]:
-    """Size and kind of every change, a release taking those of its allocation; checks that they alternate."""
-    sign, name, size, kind = (
-        np.concatenate([getattr(block.changes, column) for block in blocks])
-        for column in ("sign", "name", "size", "kind")
-    )
-    # What fits into 16 bits is sorted several times as fast.
-    by_name = np.argsort(name.astype(np.uint16) if len(program.buffers) < 2**16 else name, kind="stable")
-    signs, names, first = sign[by_name], name[by_name], np.ones(len(by_name), bool)
-    first[1:] = names[1:] != names[:-1]
-    before = np.where(first, -1, np.roll(signs, 1))
-    wrong = by_name[signs == before]
+def _in_time(given: Changes, span: SegmentSpan) -> tuple[IntArray, FloatArray]:
+    """Order (changes,) of the changes of a segment in time, and their times in that order.
+
+    At one instant: first the ends of tasks that began earlier, then the tasks that begin now, each in the order of
+    dependencies (a task of no length begins and ends in its turn).
+    """
+    # A task i begins with event 2 i and ends with event 2 i + 1. Listed by their turn, most are in order of time.
+    begins, lasts = 2 * span.order, (span.starts_s < span.ends_s)[span.order]
+    now = np.repeat(begins, 2 - lasts)
+    now[1:] += now[1:] == now[:-1]
+    events = np.concatenate([begins[lasts] + 1, now])
+    moments = np.stack([span.starts_s, span.ends_s], axis=1).ravel()
+    rank = np.empty(len(events), dtype=np.int64)
+    rank[events[np.argsort(moments[events], kind="stable")]] = np.arange(len(events))
+    event = 2 * given.row + (given.sign < 0)
+    order = stable_order(rank[event], len(events))
+    return order, moments[event[order]]
+
+
+def _allocations(
+    program: ProgramColumns, given: Changes, blocks: Sequence[_Block], place: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Place (changes,) of the allocation that each change makes or releases, and the buffers that stand at the end.
+
+    Raises ProgramError where allocations and releases of a buffer do not alternate.
+    """
+    name = given.buffer[place]
+    by_name = stable_order(name, len(program.buffers))
+    names, allocates = name[by_name], given.sign[place[by_name]] > 0
+    goes_on = names[1:] == names[:-1]
+    stood = np.zeros(len(names), dtype=bool)
+    stood[1:] = goes_on & allocates[:-1]
+    wrong = by_name[allocates == stood]
     if wrong.size:
-        raise _wrong_change(program, blocks, int(wrong.min()))
-    releases = np.flatnonzero(signs < 0)
-    size[by_name[releases]] = size[by_name[releases - 1]]
-    kind[by_name[releases]] = kind[by_name[releases - 1]]
-    return size, kind
+        raise _wrong_change(program, given, blocks, int(wrong.min()))
+    releases = np.flatnonzero(stood)
+    allocation = place.copy()
+    allocation[by_name[releases]] = place[by_name[releases - 1]]
+    stays = allocates.copy()
+    stays[:-1] &= ~goes_on
+    return allocation, names[stays]
 
 
-def _wrong_change(program: ProgramColumns, blocks: Sequence[_Block], row: int) -> ProgramError:
+def _wrong_change(program: ProgramColumns, given: Changes, blocks: Sequence[_Block], number: int) -> ProgramError:
+    """What is wrong with change `number` of all blocks."""
     for block in blocks:
-        if row < block.changes.sign.size:
+        if number < len(block.place):
             break
-        row -= block.changes.sign.size
-    name = program.buffers[block.changes.name[row]]
+        number -= len(block.place)
+    place = block.place[number]
+    name = program.buffers[given.buffer[place]]
     if block.segment < 0:
         return ProgramError(f"resident buffer {name!r} is listed twice; give every buffer a name of its own")
     segment = program.segments[block.segment]
-    index = int(block.changes.task[row])
-    place = f"task {index} {segment.tasks[segment.which[index]].name!r} of segment {segment.name!r}"
+    index = int(given.row[place])
+    where = f"task {index} {segment.tasks[segment.which[index]].name!r} of segment {segment.name!r}"
     if block.repetition:
-        place += " (second repetition)"
-    if block.changes.sign[row] > 0:
+        where += " (second repetition)"
+    if given.sign[place] > 0:
         return ProgramError(
-            f"buffer {name!r} is allocated twice: {place} allocates it while it stands; release it before"
+            f"buffer {name!r} is allocated twice: {where} allocates it while it stands; release it before"
         )
-    return ProgramError(f"{place} releases buffer {name!r}, which is not allocated then; allocate it before")
+    return ProgramError(f"{where} releases buffer {name!r}, which is not allocated then; allocate it before")
 
 
 def _time_of(row: int, blocks: Sequence[_Block], bounds: IntArray, spans: Sequence[SegmentSpan]) -> float:
@@ -214,19 +229,18 @@ def _time_of(row: int, blocks: Sequence[_Block], bounds: IntArray, spans: Sequen
     number = int(np.searchsorted(bounds, row, side="right")) - 1
     block = blocks[number]
     span = spans[block.segment]
-    return float(span.offset_s + block.repetition * span.duration_s + block.changes.time[row - bounds[number]])
+    return float(span.offset_s + block.repetition * span.duration_s + block.times_s[row - bounds[number]])
 
 
-def _unreleased(program: ProgramColumns, blocks: Sequence[_Block]) -> tuple[str, ...]:
-    names = program.buffers
-    standing = np.zeros(len(names), np.int64)
-    for block in blocks:
-        np.add.at(standing, block.changes.name, block.changes.sign)
-    resident = np.zeros(len(names), bool)
-    resident[program.resident.buffer] = True
-    gone = np.flatnonzero(resident & (standing == 0))
+def _unreleased(program: ProgramColumns, standing: IntArray) -> tuple[str, ...]:
+    stands = np.zeros(len(program.buffers), bool)
+    stands[standing] = True
+    resident = program.resident.buffer
+    gone = resident[~stands[resident]]
     if gone.size:
         raise ProgramError(
-            f"resident buffer {names[gone[0]]!r} is released and not there after the step; allocate it again"
+            f"resident buffer {program.buffers[gone.min()]!r} is released and not there after the step; "
+            "allocate it again"
         )
-    return tuple(names[left] for left in np.flatnonzero(~resident & (standing != 0)).tolist())
+    stands[resident] = False
+    return tuple(program.buffers[left] for left in np.flatnonzero(stands).tolist())

@@ -15,7 +15,7 @@ from simulator.hardware import Hardware
 from simulator.memory import MemoryTimeline, SegmentSpan, memory_timeline
 from simulator.program import BufferKind, Collective, Phase, Program, Segment
 from simulator.task_order import check_program, execution_order, segment_table, stream_numbers
-from simulator.task_table import FloatArray, IntArray, TaskTable
+from simulator.task_table import FloatArray, TaskTable
 from simulator.timing import task_times
 
 _COMPUTE, _OPTIMIZER, _COMMUNICATION = range(3)
@@ -159,7 +159,15 @@ def simulate_segments(
                 ends_s=ends,
             )
         )
-        spans.append(_span(segments[-1], execution_order(segment, streams[1])))
+        spans.append(
+            SegmentSpan(
+                offset_s=offset,
+                duration_s=segments[-1].duration_s,
+                starts_s=starts,
+                ends_s=ends,
+                order=execution_order(segment, streams[1]),
+            )
+        )
         offset = segments[-1].end_s
     return Timeline(
         step_time_s=offset,
@@ -195,18 +203,6 @@ def _run(
         alone = alone or run(without_links(table))
         return run(table) if table.links.size and overloads(table, *alone) else alone
     return alone or run(table)
-
-
-def _span(segment: SegmentTimeline, order: IntArray) -> SegmentSpan:
-    position = np.empty(len(order), np.int64)
-    position[order] = np.arange(len(order))
-    return SegmentSpan(
-        offset_s=segment.offset_s,
-        duration_s=segment.duration_s,
-        starts_s=segment.starts_s,
-        ends_s=segment.ends_s,
-        position=position,
-    )
 
 
 def _breakdown(program: ProgramColumns, timelines: Sequence[SegmentTimeline]) -> dict[str, float]:
