@@ -72,8 +72,8 @@ def segment_transfers(
     program = columns(program) if isinstance(program, Program) else program
     segment = program.segments[number]
     _, messages = tasks_by_work(segment.tasks)
-    used = set(segment.which.tolist())
-    messages = {key: kept for key, tasks in messages.items() if (kept := [i for i in tasks if i in used])}
+    used = np.bincount(segment.which, minlength=len(segment.tasks)).tolist()
+    messages = {key: kept for key, tasks in messages.items() if (kept := [i for i in tasks if used[i]])}
     streams = {segment.tasks[i].stream for tasks in messages.values() for i in tasks}
     flows = tuple(sorted((axis, collective) for collective, axis in messages)) if len(streams) > 1 else ()
     shared = _shared(hardware, program.devices, program.axes, flows)

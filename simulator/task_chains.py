@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from simulator.sorting import stable_order
 from simulator.task_groups import COMPUTES, TRANSFERS, TaskGroups, tasks_by_stream
 from simulator.task_table import FloatArray, IntArray, TaskTable
 
@@ -63,8 +64,9 @@ class Chains:
         for rank in np.unique(ranks[transfers]):
             own = transfers & (ranks == rank)
             moments, done = _computed(times[0][own], times[1][own], self.table.compute_speed)
+            advanced = _advanced(times[0], moments, done)
             slowed = np.flatnonzero(np.repeat((ranks == rank) & (self.role == COMPUTES), lengths))
-            target = _advanced(begin[slowed], moments, done) + passed[slowed]
+            target = (np.repeat(advanced, lengths) + passed)[slowed]
             found[slowed] = np.maximum(_advanced(target, done, moments), begin[slowed])
         return found
 
@@ -143,7 +145,7 @@ def _without_spare_waits(table: TaskTable) -> TaskTable:
     streams = len(table.stream_rank)
     own, other = table.stream[task], table.stream[needed]
     pair = own * streams + other
-    order = np.argsort(pair.astype(np.uint16) if streams < 256 else pair, kind="stable")
+    order = stable_order(pair, streams**2)
     # Tasks of a stream run in the order of their numbers: of each stream the last that a task waits for says it all.
     begin = np.flatnonzero(np.diff(pair[order] * table.size + task[order], prepend=-1))
     last = np.maximum.reduceat(needed[order], begin)
@@ -152,7 +154,7 @@ def _without_spare_waits(table: TaskTable) -> TaskTable:
     new = np.diff(reached, prepend=-1) > 0
     new &= (table.stream[last] != table.stream[task]) | (last >= task)
     task, last = task[new], last[new]
-    by_task = np.argsort(task, kind="stable")
+    by_task = stable_order(task, table.size)
     return replace(
         table, dependencies=last[by_task], dependency_offsets=_offsets(np.bincount(task, minlength=table.size))
     )

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from simulator.sorting import stable_order
 from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
 
 NEITHER, COMPUTES, TRANSFERS = range(3)
@@ -49,9 +50,12 @@ class TaskGroups:
         """(T,) whether a member computes, transfers or does neither while its whole works, as far as that slows."""
         if not self.overlap_slows:
             return np.full(self.table.size, NEITHER)
-        kind = self.table.stream_kind[self.table.stream]
-        moves = (kind == StreamKind.COMMUNICATION) | ((kind == StreamKind.COMPUTE) & (self.table.rate_bytes_per_s > 0))
-        return np.where(moves, TRANSFERS, np.where(kind == StreamKind.COMPUTE, COMPUTES, NEITHER))
+        kind = self.table.stream_kind
+        alone = np.where(kind == StreamKind.COMMUNICATION, TRANSFERS, NEITHER)
+        alone[kind == StreamKind.COMPUTE] = COMPUTES
+        role = alone[self.table.stream]
+        role[(role == COMPUTES) & (self.table.rate_bytes_per_s > 0)] = TRANSFERS
+        return role
 
     @cached_property
     def use_weights(self) -> FloatArray:
@@ -92,7 +96,5 @@ def group_tasks(table: TaskTable) -> TaskGroups:
 
 def tasks_by_stream(stream: IntArray, streams: int) -> tuple[IntArray, IntArray]:
     """Offsets (S + 1,) and tasks (T,) of every stream in the order they run there."""
-    # numpy sorts 16-bit integers by radix, many times faster.
-    narrow = stream.astype(np.uint16) if streams <= np.iinfo(np.uint16).max else stream
     offsets = np.concatenate(([0], np.cumsum(np.bincount(stream, minlength=streams))))
-    return offsets, np.argsort(narrow, kind="stable")
+    return offsets, stable_order(stream, streams)

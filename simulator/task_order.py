@@ -70,12 +70,14 @@ def stream_numbers(segment: SegmentColumns, *, overlaps_communication: bool) -> 
         return (COMPUTE_STREAM,), np.zeros(segment.size, dtype=np.int64)
     known: dict[str, int] = {}
     of_task = np.array([known.setdefault(task.stream, len(known)) for task in segment.tasks], dtype=np.int64)
-    used, first, place = np.unique(of_task[segment.which], return_index=True, return_inverse=True)
+    streams = of_task[segment.which]
+    first = np.full(len(known), segment.size)
+    first[streams[::-1]] = np.arange(segment.size)[::-1]
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     names = tuple(known)
-    return tuple(names[used[i]] for i in order), rank[place].astype(np.int64)
+    return tuple(names[number] for number in order if first[number] < segment.size), rank[streams]
 
 
 def segment_table(
