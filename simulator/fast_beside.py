@@ -165,28 +165,27 @@ class _Rank:
 
         The task at which it stops runs: what follows that is an event like others.
         """
-        ends, queue, place = self.ends, self.queues[own], self.place[own]
-        task, moment = self.task[own], self.moments[own]
-        role, works = self.role[task], True
-        slowed = self._slowed()[role]
+        ends, starts, queue, place = self.ends, self.starts, self.queues[own], self.place[own]
+        amounts, latencies, roles, after, uses = self.amount, self.latency_s, self.role, self.after, self.uses
+        task, moment, waiting = self.task[own], self.moments[own], self.waiting
+        role, works, begun, rate = roles[task], True, self.since[own], self.rate[own]
+        left, slowed = self.left[own], self._slowed()[role]
         limit = min([other for stream, other in enumerate(self.moments) if stream != own], default=NEVER)
-        while works and moment < limit and task not in self.waiting and not (self.uses and self.uses[task]):
+        while works and moment < limit and task not in waiting and not (uses and uses[task]):
             following = queue[place + 1]
-            if following < 0 or self.role[following] != role or self.amount[following] <= 0.0:
+            if following < 0 or roles[following] != role or amounts[following] <= 0.0 or (uses and uses[following]):
                 break
-            if self.uses and self.uses[following]:
+            if any(needed != task and ends[needed] != ends[needed] for needed in after[following]):
                 break
-            if any(needed != task and ends[needed] != ends[needed] for needed in self.after[following]):
-                break
-            ends[task] = self.starts[following] = moment
+            ends[task] = starts[following] = moment
             task, place = following, place + 1
-            if (latency_s := self.latency_s[task]) > 0.0:
+            if (latency_s := latencies[task]) > 0.0:
                 moment += latency_s
             works = moment < limit
             if works:
-                rate = self.pace[task] * slowed
-                self.left[own], self.since[own], self.rate[own] = self.amount[task], moment, rate
-                moment += self.amount[task] / rate
+                left, begun, rate = amounts[task], moment, self.pace[task] * slowed
+                moment += left / rate
+        self.left[own], self.since[own], self.rate[own] = left, begun, rate
         self.task[own], self.place[own], self.works[own], self.moments[own] = task, place, works, moment
 
     def _go_on_alone(self, own: int) -> None:
@@ -203,11 +202,9 @@ class _Rank:
                 self.left[own], self.since[own], self.rate[own] = amounts[task], moment, pace[task]
                 moment, works = moment + amounts[task] / pace[task], True
             ends[task] = moment
-            begins, blocked = self._begins_alone(own)
+            begins = self._begins_alone(own)
             if begins < 0:
                 break
-            for stream, needed in blocked:
-                self.waiting[stream] = needed
             place[own] += 1
             tasks[own] = queues[own][place[own]]
             self.works[own], self.moments[own] = False, NEVER
@@ -219,32 +216,39 @@ class _Rank:
         self.beside[self.role[task]] += 1
         self.works[own], self.moments[own] = works, moment
 
-    def _begins_alone(self, own: int) -> tuple[int, list[tuple[int, int]]]:
-        """The one stream that begins a task when that of `own` has ended, and what others wait for then.
+    def _begins_alone(self, own: int) -> int:
+        """The one stream that begins a task when that of `own` has ended; -1 where none or several do.
 
-        -1 where none or several begin, or a task ends as it begins.
+        Also where a task ends as it begins. What other streams wait for next is noted.
         """
-        blocked: list[tuple[int, int]] = []
-        ends, waiting, tasks, after, begins = self.ends, self.waiting, self.task, self.after, -1
-        ended = tasks[own]
-        for stream, needed in enumerate(waiting):
-            if stream == own:
-                task = self.queues[own][self.place[own] + 1]
-            elif needed == ended:
-                task = tasks[stream]
-            else:
-                continue
-            if task < 0:
-                continue
-            for other in after[task]:
-                if ends[other] != ends[other]:
-                    blocked.append((stream, other))
+        ends, waiting, tasks, after = self.ends, self.waiting, self.task, self.after
+        ended, following, begins = tasks[own], self.queues[own][self.place[own] + 1], -1
+        held = -1
+        if following >= 0:
+            for held in after[following]:
+                if ends[held] != ends[held]:
                     break
             else:
-                if begins >= 0 or (self.latency_s[task] <= 0.0 and self.amount[task] <= 0.0):
-                    return -1, blocked
-                begins = stream
-        return begins, blocked
+                begins, held = own, -1
+        if ended in waiting:
+            for stream, needed in enumerate(waiting):
+                if needed != ended:
+                    continue
+                for other in after[tasks[stream]]:
+                    if ends[other] != ends[other]:
+                        waiting[stream] = other
+                        break
+                else:
+                    if begins >= 0:
+                        return -1
+                    begins = stream
+        if begins < 0:
+            return -1
+        task = following if begins == own else tasks[begins]
+        if self.latency_s[task] <= 0.0 and self.amount[task] <= 0.0:
+            return -1
+        waiting[own] = held
+        return begins
 
     def _begin(self, own: int, now: float) -> None:
         """Let the task of a stream begin its work, or end where it has none."""

@@ -47,8 +47,9 @@ class Operators:
         count = len(self.seconds)
         if not count or not (np.isfinite(self.seconds) & (self.seconds >= 0)).all():
             raise InputError("A pass needs operators, all with a finite time of at least 0: correct their seconds")
-        if len(self.communication) != count or not np.isin(self.communication, range(STREAMS)).all():
-            raise InputError(f"Of {count} operators each runs on stream 0, 1 or 2, not on {self.communication}")
+        streams = self.communication
+        if len(streams) != count or streams.min() < 0 or streams.max() >= STREAMS:
+            raise InputError(f"Of {count} operators each runs on stream 0, 1 or 2, not on {streams}")
         if len(self.ahead) not in (0, count):
             raise InputError(f"{len(self.ahead)} flags say which of {count} operators need no input: give one for each")
         rows = np.repeat(np.arange(count), np.diff(self.dependency_offsets))

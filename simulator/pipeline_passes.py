@@ -69,7 +69,7 @@ def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResu
     sent = (schedule.action_rank[schedule.source] != schedule.action_rank) & (link[schedule.source] >= 0)
     needed = np.append(np.where(schedule.source < 0, 2 * size, schedule.source + size * sent), 2 * size)
     runs_beside = np.array([(group.operators.communication == BESIDE).any() for group in plan.groups])
-    matrices = np.stack([matrix(group).ravel() for group in plan.groups])
+    matrices = np.array([matrix(group) for group in plan.groups]).reshape(-1, MOMENTS**2)
     kernels = np.array([(g.operators.seconds * (g.operators.communication == COMPUTE)).sum() for g in plan.groups])
     waits = np.maximum(matrices[:, :MOMENTS].max(axis=1) - kernels, 0.0)
     computing, stalls = (
@@ -211,8 +211,11 @@ def _busy(schedule: Schedule, costs: OperatorCosts, plan: OperatorPlan, computin
     return busy
 
 
-def delays(group: OperatorGroup) -> FloatArray:
-    """(n, 5) least time from each deciding moment to the end of each operator, ``-inf`` where it does not wait."""
+def matrix(group: OperatorGroup) -> list[tuple[float, ...]]:
+    """(5, 5) least delays from the deciding moments to all streams free again and the outputs there.
+
+    ``-inf`` where something does not wait for a moment.
+    """
     given = group.operators
     none = -np.inf
     streams = [tuple([0.0 if moment == stream else none for moment in range(MOMENTS)]) for stream in range(STREAMS)]
@@ -241,17 +244,5 @@ def delays(group: OperatorGroup) -> FloatArray:
             two = 0.0
         streams[stream] = kernels + seconds, messages + seconds, others + seconds, one + seconds, two + seconds
         ends.append(streams[stream])
-    return np.array(ends)
-
-
-def matrix(group: OperatorGroup) -> FloatArray:
-    """(5, 5) delays from the deciding moments to all streams free again and the outputs there."""
-    found, ends = np.full((MOMENTS, MOMENTS), -np.inf), delays(group)
-    for stream in range(STREAMS):
-        used = np.flatnonzero(group.operators.communication == stream)
-        found[stream, stream] = 0.0
-        if len(used):
-            found[stream] = ends[used[-1]]
-    for number, output in enumerate(group.outputs):
-        found[FIRST_INPUT + number] = ends[output]
-    return found
+    outputs = [ends[output] for output in group.outputs]
+    return [*streams, *outputs, *[(none,) * MOMENTS] * (MOMENTS - STREAMS - len(outputs))]
