@@ -10,14 +10,14 @@ partitions (`planner.search.configurations.limits`).
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from planner.search.configurations.alternatives import PER_SHAPE, shape_of
+from planner.search.configurations.agenda import Agenda
+from planner.search.configurations.alternatives import shape_of
 from planner.search.configurations.bounds import (
     chained_bound,
     chains_s,
@@ -37,20 +37,12 @@ from planner.search.configurations.bounds import (
 from planner.search.configurations.explored import Explored, Placed, Unfit
 from planner.search.configurations.least_states import LeastStates, least_states_of
 from planner.search.configurations.limits import (
-    DIVE,
     IDEALISED,
-    LABELLED,
-    LOOSE,
     NAMED,
     NEAR,
-    NODES,
-    OTHERS,
     PROOF,
-    PROOFS,
     SOLVES,
     TABLE_AGAIN,
-    TABLES,
-    WORK,
 )
 from planner.search.configurations.nodes import (
     BY_TURNS,
@@ -59,7 +51,6 @@ from planner.search.configurations.nodes import (
     WIDEST,
     Node,
     Stage,
-    TableNumbers,
     worth_widening,
 )
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
@@ -112,32 +103,15 @@ def explore(
     return search.run()
 
 
-class _Search:
+class _Search(Agenda):
     def __init__(
         self, extent: Extent, model: StepModel, tables_of: TablesOf, sample_s: float, wanted: int, solves: int
     ) -> None:
-        self.extent, self.model, self.tables_of = extent, model, tables_of
-        self.sample_s, self.wanted, self.solves = sample_s, wanted, solves
-        self.result = Explored()
-        self.heap: list[tuple[float, int, float, Node]] = []
-        self.deep: list[tuple[int, float, int, float, Node]] = []
-        self.later: list[tuple[float, int, float, Node]] = []
-        self.spare: list[tuple[float, int, float, Node]] = []
-        self.number = TableNumbers()
-        self.made: dict[int, StageTables | None] = {}
+        super().__init__(wanted, solves)
+        self.extent, self.model, self.tables_of, self.sample_s = extent, model, tables_of, sample_s
         self.families: set[tuple[str, ...]] = set()
-        self.labelled: dict[int, int] = {}
-        self.table_work, self.dives, self.others = 0.0, 0, 0
-        self.serial = 0
-        self.best, self.until_found = np.inf, False
-        self.patience = Patience()
-        self.unproven: list[float] = []
         self.too_wide: set[int] = set()
-        self.apart: list[float] = []
-        self.work = dict.fromkeys(WORK, 0)
-        self.held: list[tuple[float, int, Node]] = []
-        self.proven: dict[int, int] = {}
-        self.shapes: Counter[tuple[int, int, int]] = Counter()
+        self.unproven: list[float] = []
         self.moved: set[Configuration] = set()
         self.states: dict[tuple[int, ...], LeastStates | None] = {}
         self.stored: dict[Configuration, list[Configuration]] = {}
@@ -152,15 +126,15 @@ class _Search:
             # All ranks but those of the data axis share the work of a sample, and each launches all its kernels.
             each = max(self.sample_s * base.micro_batch / (base.tensor * base.context), self.extent.launch_s)
             bound = even_bound(base, each)
-            self._push(bound, Node(Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
+            self.push(bound, Node(Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
         patience = self.patience
         try:
-            while not self._spent() and (entry := self._next()) is not None:
+            while not self.spent() and (entry := self.following()) is not None:
                 try:
                     with patience.breaking():
                         self._open(*entry)
                 except KeyboardInterrupt:
-                    self._push(*entry)
+                    self.push(*entry)
                     raise
                 patience.found |= bool(self.result.found)
         except KeyboardInterrupt:
@@ -168,112 +142,8 @@ class _Search:
         self.result.found.sort(key=lambda placed: placed.objective_s)
         if not self.result.found:
             self._name_misfits()
-        waits = (entry for entry in self.heap if entry[3].waits)
-        waiting = (entry[2] for entry in (*waits, *self.later, *self.spare))
-        self.result.lower_bound_s = min([self.best, *self.unproven, *(bound for bound, *_ in self.held), *waiting])
+        self.result.lower_bound_s = min([self.best, *self.unproven, *self.waiting()])
         return self.result
-
-    def _next(self) -> tuple[float, Node] | None:
-        """What is opened next: all that may beat the best, then alternatives that come near while there are too few."""
-        if self.until_found and self.result.found:
-            return None
-        hurried = self.patience.asked or self.result.tables >= DIVE * (self.dives + 1)
-        if hurried and (deepest := self._deepest()) is not None:
-            return deepest
-        while self.heap or self._proves():
-            _, serial, bound, node = heapq.heappop(self.heap)
-            if not node.waits:
-                continue
-            node.waits = False
-            if self._needs_table(node):
-                heapq.heappush(self.held, (bound, serial, node))
-            elif bound < self.best * (1 - PROOF):
-                return bound, node
-            else:
-                heapq.heappush(self.later, (bound, serial, bound, node))
-        if self.work["partition"] >= WORK["partition"] and self.result.found:
-            return None
-        while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
-            key, serial, bound, node = heapq.heappop(self.later)
-            self.others += node.stage > Stage.STORAGE
-            if self._needs_table(node):
-                heapq.heappush(self.held, (bound, serial, node))
-            elif self.shapes[shape_of(node.configuration)] >= PER_SHAPE:
-                heapq.heappush(self.spare, (key, serial, bound, node))
-            else:
-                return bound, node
-        return self._further()
-
-    def _further(self) -> tuple[float, Node] | None:
-        """While there are fewer plans than wanted: more of the same degrees, then what is farther from the best."""
-        while len(self.result.found) < self.wanted and (self.spare or self.later) and np.isfinite(self.best):
-            _, serial, bound, node = heapq.heappop(self.spare or self.later)
-            if not self._needs_table(node):
-                return bound, node
-            heapq.heappush(self.held, (bound, serial, node))
-        return None
-
-    def _proves(self) -> bool:
-        """Where nothing else may be the best, let the node with the least bound have labels, for a better proof."""
-        if not self.held or self.held[0][0] >= self.best * (1 - PROOF) or not self.wanted:
-            return False
-        bound, _, node = self.held[0]
-        if node.stage is not Stage.WHOLE:
-            return False
-        if node.key not in self.labelled and node.key not in self.proven:
-            if sum(self.proven.values()) >= PROOFS:
-                return False
-            self.proven[node.key] = weight(node.configuration)
-        heapq.heappop(self.held)
-        self._push(bound, node)
-        return True
-
-    def _needs_table(self, node: Node) -> bool:
-        """Whether a node waits for a table when there are to be no more of them."""
-        share, key = max(self.solves / SOLVES, 0.4), node.key
-        made = node.stage > Stage.ORDER or (node.stage is Stage.ORDER and key in self.made)
-        if node.stage is Stage.WHOLE and key not in self.labelled and key not in self.proven:
-            return bool(self.result.found) and sum(self.labelled.values()) >= LABELLED
-        return not made and self.table_work >= TABLES * share
-
-    def _deepest(self) -> tuple[float, Node] | None:
-        """The node nearest to a plan, so that a good one is known before all tables are made."""
-        while self.deep:
-            *_, bound, node = heapq.heappop(self.deep)
-            if node.waits and bound < self.best * (1 - PROOF) and not self._needs_table(node):
-                node.waits = False
-                self.dives += node.stage is Stage.BOUNDED
-                return bound, node
-        self.dives = self.result.tables // DIVE
-        return None
-
-    def _spent(self) -> bool:
-        result, share = self.result, self.solves / SOLVES
-        return (
-            result.solved >= self.solves
-            or self.table_work >= TABLES * max(share, 0.4)
-            or result.opened >= NODES * share
-            or (bool(result.found) and self.work["bounds"] >= WORK["bounds"])
-        )
-
-    def _enough(self) -> bool:
-        if len(self.result.found) < self.wanted:
-            return False
-        return self.others >= OTHERS or self.result.different_below(self.best * NEAR) >= self.wanted
-
-    def _push(self, bound: float, node: Node, hoped_s: float | None = None) -> None:
-        self.serial += 1
-        hoped_s = (bound if hoped_s is None else hoped_s) * OPTIMISM[node.stage]
-        if node.stage is Stage.BOUNDED and node.configuration.virtual > 1:
-            hoped_s = max(hoped_s, bound * self._nearest())
-        node.waits, node.key = True, self.number.of(node.configuration)
-        heapq.heappush(self.heap, (hoped_s, self.serial, bound, node))
-        if node.stage >= Stage.EVEN:
-            heapq.heappush(self.deep, (-node.stage, hoped_s, self.serial, bound, node))
-
-    def _nearest(self) -> float:
-        """How far partitions with several chunks a rank have lain from their bounds at least, times the bound."""
-        return min(self.apart) if len(self.apart) >= LOOSE else 1.0
 
     def _hopeless(self, bound: float, task: PartitionTask) -> bool:
         """Whether a partition would neither raise the bound over the space nor, by experience, be the best.
@@ -282,7 +152,7 @@ class _Search:
         """
         if task.chunks == 1 or not self.unproven or not min(self.unproven) <= bound < self.best:
             return False
-        return bound * self._nearest() >= self.best
+        return bound * self.nearest() >= self.best
 
     def _open(self, bound: float, node: Node) -> None:
         self.result.opened += 1
@@ -293,7 +163,7 @@ class _Search:
                 self._solve(bound, node)
         elif node.stage is Stage.ORDERS:
             for other in node.others:
-                self._push(bound, Node(Stage.ORDER, other))
+                self.push(bound, Node(Stage.ORDER, other))
         else:
             if node.stage is Stage.WHOLE:
                 with self.result.timed("cost_tables"):
@@ -305,7 +175,7 @@ class _Search:
     def _bound(self, bound: float, node: Node) -> None:
         if node.stage is Stage.BASE:
             usual, *others = orders(self.extent, node.configuration)
-            self._push(bound, Node(Stage.ORDER, usual, others=tuple(others)))
+            self.push(bound, Node(Stage.ORDER, usual, others=tuple(others)))
         elif node.stage is Stage.EVEN:
             self._units(bound, node.configuration)
         elif node.stage is Stage.STATES:
@@ -328,17 +198,17 @@ class _Search:
             return
         with self.result.timed("bounds"):
             least = max(bound, whole_bound(self.extent, self.model, tables, placed))
-            self._push(least, Node(Stage.EVEN, placed))
+            self.push(least, Node(Stage.EVEN, placed))
             wait_s = least / OPTIMISM[Stage.ORDER]
             slower = [o for o in node.others if never_faster(self.extent.hardware, placed, o)]
             for other in (o for o in node.others if o not in slower):
                 even = max(bound, whole_bound(self.extent, self.model, tables, other, other=True))
-                self._push(even, Node(Stage.ORDER, other), hoped_s=max(even, wait_s))
+                self.push(even, Node(Stage.ORDER, other), hoped_s=max(even, wait_s))
             if slower:
                 # Those in which no pass is faster wait together; without sums over the batch they have one bound.
                 count = len(slower) if tables.decisions.sums_over_batch else 1
                 even = max(bound, min(whole_bound(self.extent, self.model, tables, other) for other in slower[:count]))
-                self._push(even, Node(Stage.ORDERS, placed, others=tuple(slower)), hoped_s=max(even, wait_s))
+                self.push(even, Node(Stage.ORDERS, placed, others=tuple(slower)), hoped_s=max(even, wait_s))
 
     def _opened(self, placed: Configuration) -> StageTables | None:
         """The tables of a configuration's stage mesh; None where the network cannot take them."""
@@ -364,7 +234,7 @@ class _Search:
                 return
             least_s = states.once_s.min(axis=0)
         least = passes_bound(self.extent, self.model, tables, placed, least_s)
-        self._push(max(bound, least), Node(Stage.STATES, placed))
+        self.push(max(bound, least), Node(Stage.STATES, placed))
 
     def _states(self, bound: float, placed: Configuration) -> None:
         """Bound it by what states take, and passes may keep, in each storage that has room."""
@@ -372,7 +242,7 @@ class _Search:
         if (states := self._least_states(tables, placed)) is not None:
             behind = Stage.CHAINED if unlike(tables.counts, placed.pipeline * placed.virtual) else Stage.WHOLE
             least = float(states_bounds(self.extent, self.model, tables, placed, states, bound).min())
-            self._push(least, Node(behind, placed, passes=bound))
+            self.push(least, Node(behind, placed, passes=bound))
 
     def _chain(self, bound: float, node: Node) -> None:
         """Bound each storage by passes between the boundary states of units."""
@@ -381,7 +251,7 @@ class _Search:
         assert states is not None  # it has been bounded with them
         passes = np.maximum(node.passes, chained_bound(self.extent, self.model, tables, placed, states))
         least = float((passes + states.last_s(self.model, placed)).min())
-        self._push(max(bound, least), Node(Stage.WHOLE, placed, passes=passes))
+        self.push(max(bound, least), Node(Stage.WHOLE, placed, passes=passes))
 
     def _least_states(self, tables: StageTables, placed: Configuration) -> LeastStates | None:
         """What states take at least in each storage that all ranks together have room for; None where there is none."""
@@ -437,7 +307,7 @@ class _Search:
             least = max(bound, float(least_s[states.place(c)]) - gain_s)
             siblings.append((least, Node(Stage.STORAGE, c, gain_s=gain_s, siblings=siblings)))
             # All that may be the best are timed before one is solved.
-            self._push(*siblings[-1], hoped_s=bound)
+            self.push(*siblings[-1], hoped_s=bound)
 
     def _standing(self, ways: list[Configuration]) -> list[float]:
         """Bytes that stand through the step on all ranks together."""
@@ -461,7 +331,7 @@ class _Search:
             timed = max(timed, chain_bound(task) if node.chain_s is None else node.chain_s)
         elif task.pieces > 1 or not chained:
             timed = max(timed, task_bound(task))
-        self._push(timed, Node(Stage.TIMED, stored, task))
+        self.push(timed, Node(Stage.TIMED, stored, task))
         if node.gain_s:
             self._offload(max(bound, timed - node.gain_s), stored)
 
@@ -495,14 +365,13 @@ class _Search:
         else:
             # All ways of very few units are soon tried.
             width = WIDEST if task.units <= VERY_SHORT and task.chunks == 1 < task.pieces else WIDTH
-            self._push(limited, Node(Stage.BOUNDED, node.configuration, task, width=width))
+            self.push(limited, Node(Stage.BOUNDED, node.configuration, task, width=width))
 
     def _solve(self, bound: float, node: Node) -> None:
         """Partition a configuration, or partition it again with more ways where its proof was too weak."""
         tables, task = self._table(node.configuration), node.task
         assert task is not None  # bounded nodes have one
-        late = bool(self.result.found) and self.work["partition"] >= WORK["partition"]
-        if late or (node.placed is None and self._hopeless(bound, task)):
+        if self.late() or (node.placed is None and self._hopeless(bound, task)):
             self.unproven.append(bound)
             return
         task = undominated(task)
@@ -519,7 +388,7 @@ class _Search:
         if found is None:
             if node.placed is None and not proves_misfit(task, few, node.width):
                 if worth_widening(task, node.width):
-                    self._push(bound, replace(node, stage=Stage.SOLVED, width=node.width * 8))
+                    self.push(bound, replace(node, stage=Stage.SOLVED, width=node.width * 8))
                     return
                 self.unproven.append(bound)
             if node.placed is None:
@@ -541,7 +410,7 @@ class _Search:
         if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
             if worth_widening(task, node.width):
                 again = Node(Stage.SOLVED, node.configuration, task, placed, node.width * 8)
-                self._push(placed.partition.lower_bound_s, again)
+                self.push(placed.partition.lower_bound_s, again)
             else:
                 self.unproven.append(placed.partition.lower_bound_s)
 

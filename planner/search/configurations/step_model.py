@@ -62,7 +62,8 @@ from planner.search.configurations.messages import sends_s, told_s, unit_sums_s,
 from planner.search.configurations.own_links import apart_s
 from planner.search.configurations.passes import Row, beside, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
-from planner.search.configurations.storage import Storage, Storages, scatters_each
+from planner.search.configurations.state_times import StateTimes
+from planner.search.configurations.storage import Storages, scatters_each
 from planner.search.configurations.stored_ways import (
     JoinedUnits,
     StoredWays,
@@ -75,13 +76,9 @@ from planner.search.configurations.stored_ways import (
 from planner.search.stages.fragments import ACTIVATION, STEADY, TRANSIENT, FloatArray, Fragments, IntArray
 from planner.search.stages.segments import PartitionTask
 from planner.search.stages.unit_pins import FREE, UnitPins
-from planner.work import update_traffic
-from simulator.corrections import kernel_factor
-from simulator.hardware import Hardware
-from simulator.kernels import kernel_time
 from simulator.launches import send_stall
-from simulator.program import Collective, Kernel
-from simulator.timing import host_memory_time, host_time
+from simulator.program import Collective
+from simulator.timing import host_time
 from simulator.topology import neighbour_distances
 
 if TYPE_CHECKING:
@@ -94,15 +91,14 @@ __all__ = ["AXES", "Configuration", "StepModel", "StoredWays"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepModel(Storage):
+class StepModel(StateTimes):
     """Turns labels into fragments and partition tasks of a configuration.
 
-    ``unit_pins`` are what is fixed of single units. Elements in the memory of the host take as long as on a device.
-    ``gradient_dtype`` is what gradients are summed in, empty for that of the parameters; with ``whole_sums`` ZeRO-1
-    sums them whole; with ``own_samples`` operators over the batch see the samples of one rank alone.
+    ``unit_pins`` are what is fixed of single units. ``gradient_dtype`` is what gradients are summed in, empty for that
+    of the parameters; with ``whole_sums`` ZeRO-1 sums them whole; with ``own_samples`` operators over the batch see the
+    samples of one rank alone.
     """
 
-    hardware: Hardware
     bucket_bytes: float
     unit_pins: UnitPins = FREE
     gradient_dtype: str = ""
@@ -413,28 +409,6 @@ class StepModel(Storage):
         )  # fmt: skip
         return *found_s, ends_s, None
 
-    def accumulation_s(
-        self, labels: UnitLabels, elements: FloatArray, storages: Storages, trained: int | IntArray
-    ) -> FloatArray:
-        """Seconds (storages, ways) in which a micro-batch's gradients are added to those before.
-
-        Two are read and one is written. The first micro-batch's are taken as they are. They are as large as operators
-        write them, or shards.
-        """
-        c, held = storages.placed, elements / storages.shards
-        if c.micro_batches == 1:
-            return np.zeros_like(held)
-        moved = 3.0 * np.where(storages.each, held, elements + labels.unsummed_elements) * DTYPE_BYTES[self.dtype]
-        seconds = self._kernels_s(Kernel.ACCUMULATION, np.zeros_like(moved), moved, c.devices, trained)
-        return seconds * (1 - 1 / c.micro_batches)
-
-    def _kernels_s(
-        self, kernel: Kernel, flops: FloatArray, moved: FloatArray, devices: int, count: int | IntArray
-    ) -> FloatArray:
-        """Seconds (n,) of work that `count` kernels share."""
-        seconds = count * kernel_time(self.hardware, kernel, self.dtype, flops / count, moved / count)
-        return np.where(moved > 0, seconds * kernel_factor(self.hardware, kernel, self.dtype, devices), 0.0)
-
     def _once_s(
         self,
         labels: UnitLabels,
@@ -450,25 +424,6 @@ class StepModel(Storage):
         hidden = forward_s - _taking_turns_s(labels, storages.placed)[0] if hardware.overlaps_communication else 0.0
         exposed = np.maximum(gather - hidden, hardware.lost_to_messages * gather)
         return np.where(elements > 0, seconds + np.where(storages.zero3, 0.0, exposed), labels.step_s)
-
-    def update_s(self, elements: FloatArray, storages: Storages, trained: int | IntArray = 1) -> FloatArray:
-        """Seconds of the update of the states that a rank holds, or of its host's, with the way there and back."""
-        c = storages.placed
-        return self.held_update_s(elements / storages.shards, c.devices, trained, offload=storages.offload)
-
-    def held_update_s(
-        self, held: FloatArray, devices: int, trained: int | IntArray = 1, *, offload: bool = False
-    ) -> FloatArray:
-        """`update_s` by the elements that a rank holds."""
-        traffic = held * update_traffic(self.optimizer, self.dtype)
-        if offload:
-            slowdown = kernel_factor(self.hardware, Kernel.OPTIMIZER, self.dtype, devices)
-            update = slowdown * self.hardware.kernels[Kernel.OPTIMIZER].overhead_s
-            overhead = trained * (update + host_time(self.hardware, 0.0, copies=2.0))
-            copies = host_time(self.hardware, 2.0 * held * DTYPE_BYTES[self.dtype], copies=0.0)
-            found = overhead + host_memory_time(self.hardware, traffic) + copies
-            return np.asarray(np.where(traffic > 0, found, 0.0))
-        return self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, devices, trained)
 
     def batch_sums_s(self, tables: StageTables, configuration: Configuration, *, least: bool = False) -> FloatArray:
         """(units, 2) seconds of the sums over the batch that operators wait for, forward and backward.

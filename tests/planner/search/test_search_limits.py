@@ -10,7 +10,7 @@ import pytest
 
 from planner.request import Pins
 from planner.search.candidates import _micro_batch_counts
-from planner.search.configurations import branch_and_bound, limits
+from planner.search.configurations import agenda, branch_and_bound, limits
 from planner.search.configurations.nodes import Node, Stage
 from planner.search.configurations.space import Extent, schedules
 from planner.search.configurations.step_model import Configuration
@@ -29,7 +29,7 @@ from tests.planner.search.test_configurations import A100, model, network, searc
 def test_limits_leave_a_true_bound(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     units = network(4, elements=2e8)
     whole = search(units, 8, 16, 8.0, wanted=3)
-    monkeypatch.setattr(branch_and_bound, name, value)
+    monkeypatch.setattr(agenda, name, value)
     ended = search(units, 8, 16, 8.0, wanted=3)
     best = whole.found[0].objective_s
     assert whole.lower_bound_s == pytest.approx(best)
@@ -40,10 +40,10 @@ def test_limits_leave_a_true_bound(name: str, value: object, monkeypatch: pytest
 def test_labels_for_the_proof_raise_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     units = network(4, elements=2e8)
     best = search(units, 8, 16, 8.0).found[0].objective_s
-    monkeypatch.setattr(branch_and_bound, "LABELLED", 1)
-    monkeypatch.setattr(branch_and_bound, "PROOFS", 0)
+    monkeypatch.setattr(agenda, "LABELLED", 1)
+    monkeypatch.setattr(agenda, "PROOFS", 0)
     without = search(units, 8, 16, 8.0)
-    monkeypatch.setattr(branch_and_bound, "PROOFS", 64)
+    monkeypatch.setattr(agenda, "PROOFS", 64)
     proven = search(units, 8, 16, 8.0, wanted=1)
     assert without.lower_bound_s < proven.lower_bound_s
     assert proven.lower_bound_s == pytest.approx(best)

@@ -1,0 +1,172 @@
+"""What a search over configurations has yet to open, and which node it opens next."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from planner.search.configurations.alternatives import PER_SHAPE, shape_of
+from planner.search.configurations.bounds import weight
+from planner.search.configurations.explored import Explored
+from planner.search.configurations.limits import (
+    DIVE,
+    LABELLED,
+    LOOSE,
+    NEAR,
+    NODES,
+    OTHERS,
+    PROOF,
+    PROOFS,
+    SOLVES,
+    TABLES,
+    WORK,
+)
+from planner.search.configurations.nodes import OPTIMISM, Node, Stage, TableNumbers
+from planner.search.patience import Patience
+from planner.search.units.labels import StageTables
+
+
+class Agenda:
+    """Nodes that wait, in the order in which they are opened, and the counts on which that depends.
+
+    ``heap`` holds what may beat the best plan, ``deep`` the same with what is nearest to a plan first, ``later`` what
+    may be an alternative, ``spare`` those of degrees that have enough plans, and ``held`` what waits for a table when
+    there are to be no more of them.
+    """
+
+    def __init__(self, wanted: int, solves: int) -> None:
+        self.wanted, self.solves = wanted, solves
+        self.result = Explored()
+        self.best, self.until_found = np.inf, False
+        self.patience = Patience()
+        self.heap: list[tuple[float, int, float, Node]] = []
+        self.deep: list[tuple[int, float, int, float, Node]] = []
+        self.later: list[tuple[float, int, float, Node]] = []
+        self.spare: list[tuple[float, int, float, Node]] = []
+        self.held: list[tuple[float, int, Node]] = []
+        self.serial = 0
+        self.number = TableNumbers()
+        self.made: dict[int, StageTables | None] = {}
+        self.labelled: dict[int, int] = {}
+        self.proven: dict[int, int] = {}
+        self.shapes: Counter[tuple[int, int, int]] = Counter()
+        self.table_work, self.dives, self.others = 0.0, 0, 0
+        self.work = dict.fromkeys(WORK, 0)
+        self.apart: list[float] = []
+
+    def waiting(self) -> Iterator[float]:
+        """Bounds of all that waits."""
+        yield from (bound for bound, *_ in self.held)
+        yield from (bound for _, _, bound, node in self.heap if node.waits)
+        yield from (bound for _, _, bound, _ in (*self.later, *self.spare))
+
+    def push(self, bound: float, node: Node, hoped_s: float | None = None) -> None:
+        """Let a node wait; ``hoped_s`` puts it in order, its bound if not given."""
+        self.serial += 1
+        hoped_s = (bound if hoped_s is None else hoped_s) * OPTIMISM[node.stage]
+        if node.stage is Stage.BOUNDED and node.configuration.virtual > 1:
+            hoped_s = max(hoped_s, bound * self.nearest())
+        node.waits, node.key = True, self.number.of(node.configuration)
+        heapq.heappush(self.heap, (hoped_s, self.serial, bound, node))
+        if node.stage >= Stage.EVEN:
+            heapq.heappush(self.deep, (-node.stage, hoped_s, self.serial, bound, node))
+
+    def following(self) -> tuple[float, Node] | None:
+        """What is opened next: all that may beat the best, then alternatives that come near while there are too few."""
+        if self.until_found and self.result.found:
+            return None
+        hurried = self.patience.asked or self.result.tables >= DIVE * (self.dives + 1)
+        if hurried and (deepest := self._deepest()) is not None:
+            return deepest
+        while self.heap or self._proves():
+            _, serial, bound, node = heapq.heappop(self.heap)
+            if not node.waits:
+                continue
+            node.waits = False
+            if self._needs_table(node):
+                heapq.heappush(self.held, (bound, serial, node))
+            elif bound < self.best * (1 - PROOF):
+                return bound, node
+            else:
+                heapq.heappush(self.later, (bound, serial, bound, node))
+        if self.late():
+            return None
+        while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
+            key, serial, bound, node = heapq.heappop(self.later)
+            self.others += node.stage > Stage.STORAGE
+            if self._needs_table(node):
+                heapq.heappush(self.held, (bound, serial, node))
+            elif self.shapes[shape_of(node.configuration)] >= PER_SHAPE:
+                heapq.heappush(self.spare, (key, serial, bound, node))
+            else:
+                return bound, node
+        return self._further()
+
+    def spent(self) -> bool:
+        """Whether the search has come as far as its limits let it."""
+        result, share = self.result, self.solves / SOLVES
+        return (
+            result.solved >= self.solves
+            or self.table_work >= TABLES * max(share, 0.4)
+            or result.opened >= NODES * share
+            or (bool(result.found) and self.work["bounds"] >= WORK["bounds"])
+        )
+
+    def late(self) -> bool:
+        """Whether a plan is found and what is left is bounded alone."""
+        return bool(self.result.found) and self.work["partition"] >= WORK["partition"]
+
+    def nearest(self) -> float:
+        """How far partitions with several chunks a rank have lain from their bounds at least, times the bound."""
+        return min(self.apart) if len(self.apart) >= LOOSE else 1.0
+
+    def _further(self) -> tuple[float, Node] | None:
+        """While there are fewer plans than wanted: more of the same degrees, then what is farther from the best."""
+        while len(self.result.found) < self.wanted and (self.spare or self.later) and np.isfinite(self.best):
+            _, serial, bound, node = heapq.heappop(self.spare or self.later)
+            if not self._needs_table(node):
+                return bound, node
+            heapq.heappush(self.held, (bound, serial, node))
+        return None
+
+    def _proves(self) -> bool:
+        """Where nothing else may be the best, let the node with the least bound have labels, for a better proof."""
+        if not self.held or self.held[0][0] >= self.best * (1 - PROOF) or not self.wanted:
+            return False
+        bound, _, node = self.held[0]
+        if node.stage is not Stage.WHOLE:
+            return False
+        if node.key not in self.labelled and node.key not in self.proven:
+            if sum(self.proven.values()) >= PROOFS:
+                return False
+            self.proven[node.key] = weight(node.configuration)
+        heapq.heappop(self.held)
+        self.push(bound, node)
+        return True
+
+    def _deepest(self) -> tuple[float, Node] | None:
+        """The node nearest to a plan, so that a good one is known before all tables are made."""
+        while self.deep:
+            *_, bound, node = heapq.heappop(self.deep)
+            if node.waits and bound < self.best * (1 - PROOF) and not self._needs_table(node):
+                node.waits = False
+                self.dives += node.stage is Stage.BOUNDED
+                return bound, node
+        self.dives = self.result.tables // DIVE
+        return None
+
+    def _needs_table(self, node: Node) -> bool:
+        """Whether a node waits for a table when there are to be no more of them."""
+        share, key = max(self.solves / SOLVES, 0.4), node.key
+        made = node.stage > Stage.ORDER or (node.stage is Stage.ORDER and key in self.made)
+        if node.stage is Stage.WHOLE and key not in self.labelled and key not in self.proven:
+            return bool(self.result.found) and sum(self.labelled.values()) >= LABELLED
+        return not made and self.table_work >= TABLES * share
+
+    def _enough(self) -> bool:
+        if len(self.result.found) < self.wanted:
+            return False
+        return self.others >= OTHERS or self.result.different_below(self.best * NEAR) >= self.wanted
