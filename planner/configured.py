@@ -339,7 +339,7 @@ class Configured:
         names = tables.chain.names()
         labels = [tables.units[unit] for unit in tables.chain.positions]
         modes = [RECOMPUTE[int(unit.recompute[pick])] for unit, pick in zip(labels, chosen.labels, strict=True)]
-        sharded = any(bool(unit.sequence_parallel[pick]) for unit, pick in zip(labels, chosen.labels, strict=True))
+        picked = dict.fromkeys(zip(tables.chain.positions, chosen.labels, strict=True))
         whole = c.optimizer_sharding == "none"
         threshold = 0 if whole else self.threshold_bytes if threshold_bytes is None else threshold_bytes
         rules, layers = rules_of(
@@ -360,7 +360,7 @@ class Configured:
             recompute=RECOMPUTE[max(RECOMPUTE.index(mode) for mode in modes)],
             recompute_ranges=recompute_ranges(names, modes, self.unit_pins.keeps or (False,) * len(names)),
             schedule=c.schedule,
-            sequence_parallel=sharded and c.tensor > 1,
+            sequence_parallel=c.tensor > 1 and any(tables.sequence_parallel(*label) for label in picked),
             pipeline=c.pipeline,
             pipeline_stride=c.stride("pipeline") if c.pipeline > 1 else 0,
             virtual=c.virtual,

@@ -139,6 +139,10 @@ class StageTables:
         """Labels of each unit."""
         return all_labels(self._stage, self._shared)
 
+    def sequence_parallel(self, unit: int, label: int) -> bool:
+        """Whether a label of a unit shards an activation along the sequence on the tensor axis."""
+        return self._stage.shape.shards_sequence(self.units[unit].assignments[label])
+
     def matrices(self, weights: Weights, mode: int | None = None) -> tuple[FloatArray, ...]:
         """Least weighted sum of each folded unit between its boundary states, shapes (entries, exits).
 

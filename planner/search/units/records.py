@@ -39,8 +39,8 @@ class UnitLabels:
     those of parameters without a gradient. ``gathered_elements``
     are those of gathered parameters as they are read; by ``unsummed_elements`` gradients are larger before they are
     summed than stored parameters. ``recompute`` are codes of `RECOMPUTE`. ``entry`` and ``exit`` are numbers of
-    boundary states, −1 at the ends of the network. ``sequence_parallel`` says whether an activation is sharded along
-    the sequence on the tensor axis. ``assignments`` give the state of each of the unit's variables in ``problem``.
+    boundary states, −1 at the ends of the network. ``assignments`` give the state of each of the unit's variables in
+    ``problem``.
     """
 
     forward_s: FloatArray
@@ -71,7 +71,6 @@ class UnitLabels:
     recompute: IntArray
     entry: IntArray
     exit: IntArray
-    sequence_parallel: NDArray[np.bool_]
     assignments: Sequence[Mapping[int, int]]
 
     def __len__(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.search.exact.elimination import TooWideError
 from planner.search.problem.parts import Parts, has_partial
 from planner.search.problem.states import Setting, States
+from planner.search.problem.variables import Variable
 from planner.search.units.elimination import Elimination, Minima, elimination, lowest, minima
 from planner.search.units.factors import Scope
 from planner.search.units.transient import FlightSizes
@@ -122,7 +123,6 @@ class StageShape:
         self.chain = source.chain
         self.stations = tuple(parts.station_of[b.forward] for b in self.chain.boundaries)
         self._sequence_sharded: dict[int, BoolArray] = {}
-        self._sequence_states: dict[int, Mapping[int, BoolArray]] = {}
         self._units: dict[int, UnitShape] = {}
         self._flights: dict[int, FlightSizes] = {}
         self.classes = self._classes()
@@ -236,31 +236,35 @@ class StageShape:
             self._sequence_sharded[number] = self._find_sequence_sharded(number)
         return self._sequence_sharded[number]
 
-    def sequence_states(self, number: int) -> Mapping[int, BoolArray]:
-        """`sequence_sharded` of those variables of a unit that have such states."""
-        if self._tensor_axis is None or not self.source.sequences:
-            return {}
-        if number not in self._sequence_states:
-            model = self.source.models[number]
-            ends = (v for v in (model.entry, model.exit) if v is not None)
-            all_states = {v: self.sequence_sharded(v) for v in (*model.variables, *ends, *model.shared)}
-            self._sequence_states[number] = {v: states for v, states in all_states.items() if states.any()}
-        return self._sequence_states[number]
-
-    def _find_sequence_sharded(self, number: int) -> BoolArray:
-        states = self.parts.states(number)
-        found = np.zeros(len(states), dtype=np.bool_)
+    def shards_sequence(self, assignment: Mapping[int, int]) -> bool:
+        """Whether states of variables shard a forward activation along the sequence on the tensor axis."""
         axis = self._tensor_axis
         if axis is None or not self.source.sequences:
+            return False
+        for number, state in assignment.items():
+            states = self.parts.states(number)
+            choice = states.choice[axis, state]
+            if any(placed[choice] in dims for placed, dims in self._along_sequence(states.variable)):
+                return True
+        return False
+
+    def _find_sequence_sharded(self, number: int) -> BoolArray:
+        states, axis = self.parts.states(number), self._tensor_axis
+        found = np.zeros(len(states), dtype=np.bool_)
+        if axis is None or not self.source.sequences:
             return found
-        first = states.variable.choices[0]
-        for reads, ports in ((True, first.reads), (False, first.writes)):
-            for ref in ports:
+        for placed, dims in self._along_sequence(states.variable):
+            found |= np.isin(placed, dims)[states.choice[axis]]
+        return found
+
+    def _along_sequence(self, variable: Variable) -> Iterator[tuple[IntArray, tuple[int, ...]]]:
+        """Placements, by choice, of forward activations that a variable reads or writes, and dims with the sequence."""
+        for ports in (variable.read, variable.written):
+            for ref, placed in ports.items():
                 node = self.source.graph.nodes[ref.node]
                 dims = self.source.sequences.get(ref, ())
                 if dims and node.phase is Phase.FORWARD and node.role is Role.OPERATOR:
-                    found |= np.isin(states.placements(ref, reads=reads)[axis], dims)
-        return found
+                    yield placed, dims
 
     @property
     def bars(self) -> bool:

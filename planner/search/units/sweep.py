@@ -223,9 +223,6 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
     states = {v: s[best] for v, s in found.states.items()}
     number = unit.model.number
     gradients, waiting = stage.shape.flight(number).peak(stage.parts.graph, states, mode)
-    sequence = np.zeros(len(best), dtype=np.bool_)
-    for variable, sharded in stage.shape.sequence_states(number).items():
-        sequence |= sharded[states[variable]]
     nowhere, zeros = np.full(len(best), -1), np.zeros(len(best))
     known = known_software(stage.case.costs.hardware)
     forward_launches, backward_launches = unit.model.chained_launches if known else unit.model.launches
@@ -258,7 +255,6 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         recompute=mode,
         entry=found.entry[best] if ENTRY in unit.kept else nowhere,
         exit=found.exit[best] if EXIT in unit.kept else nowhere,
-        sequence_parallel=sequence,
         assignments=Assignments([*states], np.array([*states.values()], dtype=np.int64).reshape(-1, len(best))),
     )
 

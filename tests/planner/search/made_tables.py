@@ -123,7 +123,6 @@ def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: 
         recompute=np.arange(3),
         entry=np.full(3, -1 if first else 0),
         exit=np.full(3, -1 if last else 0),
-        sequence_parallel=np.zeros(3, dtype=np.bool_),
         assignments=({}, {}, {}),
     )
 
