@@ -31,8 +31,23 @@ SAME = -(1 << 32)
 RELATIVE = SAME // 2
 """Units below count from the draft's own."""
 
-Use = tuple[int, int]
-"""A value and the unit of the whole network whose copy of it is meant, or how far that is from the draft's own."""
+
+class Shared(NamedTuple):
+    """Values of several units, arrays (n,).
+
+    Each stands beside the unit of the whole network whose copy of it is meant, or how far that is from the draft's own.
+    """
+
+    values: IntArray
+    units: IntArray
+
+
+def shared(values: Sequence[int], units: Sequence[int]) -> Shared:
+    """The same of any sequences."""
+    return Shared(np.array(values, dtype=np.int64), np.array(units, dtype=np.int64))
+
+
+NO_VALUES = shared((), ())
 
 
 class Block(NamedTuple):
@@ -78,12 +93,10 @@ class Uses:
             self.units.extend((SAME,) * len(values))
         self.offsets.append(len(self.values))
 
-    def add(self, uses: Sequence[Use], by: int = 0) -> None:
+    def add(self, uses: Shared, by: int = 0) -> None:
         """Add the row of one more draft, its units moved."""
-        if uses:
-            values, units = zip(*uses, strict=True)
-            self.values.extend(values)
-            self.units.extend([by + unit for unit in units])
+        self.values.frombytes(uses.values.tobytes())
+        self.units.frombytes((uses.units + by).tobytes())
         self.offsets.append(len(self.values))
 
 
@@ -174,8 +187,8 @@ class Blueprint:
         self,
         draft: Draft,
         home: int,
-        reads: Sequence[Use] | None = None,
-        writes: Sequence[Use] | None = None,
+        reads: Shared | None = None,
+        writes: Shared | None = None,
         by: int = 0,
     ) -> int:
         """Add a draft; what it makes is at home in `home` unless it is known. Returns its number.
@@ -196,7 +209,7 @@ class Blueprint:
             self.views.append((number, self.value(view, home), self.value(owner, home)))
         return number
 
-    def _use(self, uses: Uses, names: Sequence[str], home: int, given: Sequence[Use] | None, by: int) -> None:
+    def _use(self, uses: Uses, names: Sequence[str], home: int, given: Shared | None, by: int) -> None:
         if given is not None:
             uses.add(given, by)
         else:

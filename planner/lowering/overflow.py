@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from planner.instructions import CheckGradients, SettleScale, all_reduced
-from planner.lowering.blueprint import Block, Blueprint, Use
+from planner.lowering.blueprint import NO_VALUES, Block, Blueprint, Shared, shared
 from planner.lowering.copies import NOBODY
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.writer import Draft
@@ -62,29 +62,28 @@ def flag_messages(source: PlacedGraph) -> Iterator[tuple[int, Task]]:
             yield number, task
 
 
-def check_blocks(blueprint: Blueprint, gradients: Sequence[tuple[int, Use]]) -> Iterator[Block]:
+def check_blocks(blueprint: Blueprint, parameters: Sequence[int], gradients: Shared) -> Iterator[Block]:
     """Write what a plan on one stage runs before its updates, given parameters by node with their gradients."""
     source, names = blueprint.source, blueprint.names
-    size = sum(source.local_bytes(source.graph.nodes[i].outputs[0], source.stored[i]) for i, _ in gradients)
-    looked_at = [use for _, use in gradients]
-    check = CheckGradients(gradients=tuple(names[value] for value, _ in looked_at), target=FLAG)
-    yield _block(blueprint, Draft(check_task(float(size)), check, (), (_flag(FLAG),)), looked_at)
+    size = sum(source.local_bytes(source.graph.nodes[i].outputs[0], source.stored[i]) for i in parameters)
+    check = CheckGradients(gradients=tuple([names[value] for value in gradients.values.tolist()]), target=FLAG)
+    yield _block(blueprint, Draft(check_task(float(size)), check, (), (_flag(FLAG),)), gradients)
     told = FLAG
     for axis, task in flag_messages(source):
         before, told = told, f"{told}@{task.axis}"
         message = all_reduced(axis, [before], [told])
-        yield _block(blueprint, Draft(task, message, (), (_flag(told),)), [_use(blueprint, before)])
-    yield _block(blueprint, Draft(settle_task(), SettleScale(source=told), (), ()), [_use(blueprint, told)])
+        yield _block(blueprint, Draft(task, message, (), (_flag(told),)), _use(blueprint, before))
+    yield _block(blueprint, Draft(settle_task(), SettleScale(source=told), (), ()), _use(blueprint, told))
 
 
-def _block(blueprint: Blueprint, draft: Draft, reads: Sequence[Use]) -> Block:
-    writes = [_use(blueprint, buffer.name) for buffer in draft.writes]
-    number = blueprint.add(draft, NOBODY, reads, writes)
+def _block(blueprint: Blueprint, draft: Draft, reads: Shared) -> Block:
+    (made,) = draft.writes or (None,)
+    number = blueprint.add(draft, NOBODY, reads, _use(blueprint, made.name) if made else NO_VALUES)
     return Block(number, number + 1)
 
 
-def _use(blueprint: Blueprint, name: str) -> Use:
-    return blueprint.value(name, NOBODY), NOBODY
+def _use(blueprint: Blueprint, name: str) -> Shared:
+    return shared([blueprint.value(name, NOBODY)], [NOBODY])
 
 
 def _flag(name: str) -> Buffer:

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES, Role
 from planner.instructions import value_of_copy
-from planner.lowering.blueprint import RELATIVE, SAME, Blueprint, BufferNames, Placing, Use
+from planner.lowering.blueprint import RELATIVE, SAME, Blueprint, BufferNames, Placing
 from planner.lowering.segment import SegmentWriter
 from planner.lowering.turns import stored_values
 from planner.work import state_bytes
@@ -79,7 +79,7 @@ class _Step:
         self.stored_nodes: IntArray = np.repeat(nodes, counts)
         self.stored = placing(np.repeat(values, counts), np.concatenate(units))
 
-    def _placed(self, uses: Sequence[Use] | array[int]) -> IntArray:
+    def _placed(self, uses: Sequence[tuple[int, int]] | array[int]) -> IntArray:
         pairs = np.array(uses, dtype=np.int64).reshape(-1, 2)
         return self.placing(pairs[:, 0], pairs[:, 1])
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from planner.lowering.blueprint import SAME, Block, Blueprint, Gathered, Use
+from planner.lowering.blueprint import SAME, Block, Blueprint, Gathered, Shared
 from planner.lowering.copies import NOBODY
 from planner.lowering.ways import Travelling, Way, moves_together
 from planner.lowering.writer import Moved, Writer
@@ -58,12 +58,12 @@ class RunWriter(Writer):
             blocks[kind] = made(int(first[kind]))
         self.order.frombytes(np.column_stack((blocks[of], units)).tobytes())
 
-    def _run_once(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> None:
+    def _run_once(self, unit: int, home: int, reads: Shared, writes: Shared) -> None:
         """Run the one draft just written, whose values are of several units."""
         number = self._add_shared(unit, home, reads, writes)
         self.order.extend((number, number + 1, unit))
 
-    def _add_shared(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> int:
+    def _add_shared(self, unit: int, home: int, reads: Shared, writes: Shared) -> int:
         """Add the one draft just written; its values are of units that lie so from `unit` wherever else it is run."""
         return self.blueprint.add(self.drafts.pop(), home, reads, writes, SAME - unit)
 
@@ -94,10 +94,11 @@ class RunWriter(Writer):
 
     def _gather_together(self, known: Sequence[Moved], kinds: IntArray, own: IntArray) -> None:
         """Write the message of parameters of several units, or what takes its place."""
-        moves, units, value, owners = kinds.tolist(), own.tolist(), self.blueprint.value, self.blueprint.owners
-        self._step([known[kind] for kind in moves], Phase.FORWARD, asynchronous=True)
-        homes = {kind: owners[known[kind][0].node] for kind in dict.fromkeys(moves)}
-        before = {kind: value(known[kind][1], home) for kind, home in homes.items()}
-        behind = {kind: value(known[kind][2], home) for kind, home in homes.items()}
-        reads, made = ([*zip([named[kind] for kind in moves], units, strict=True)] for named in (before, behind))
-        self._add_shared(units[0], homes[moves[0]], reads, made)
+        place = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.tolist()))}
+        order, moves = [place[kind] for kind in kinds.tolist()], [known[kind] for kind in place]
+        self._step(moves, Phase.FORWARD, asynchronous=True, order=order)
+        homes = [self.blueprint.owners[ref.node] for ref, *_ in moves]
+        before = [self.blueprint.value(name, home) for (_, name, _, _), home in zip(moves, homes, strict=True)]
+        behind = [self.blueprint.value(name, home) for (_, _, name, _), home in zip(moves, homes, strict=True)]
+        reads, made = (Shared(np.array(values)[order], own) for values in (before, behind))
+        self._add_shared(int(own[0]), homes[0], reads, made)

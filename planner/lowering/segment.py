@@ -13,7 +13,7 @@ import numpy as np
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
 from planner.lowering.adding import addition
-from planner.lowering.blueprint import Block, Blueprint, Event, Use, Visit
+from planner.lowering.blueprint import NO_VALUES, Block, Blueprint, Event, Shared, Visit, shared
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
@@ -26,6 +26,7 @@ from planner.lowering.sums import Summed, summed
 from planner.lowering.travelling import Accumulated, Gradient, Kind, Leg, Move, Pending, Sent, Then
 from planner.lowering.visits import Ahead, MicroBatch, Visits
 from planner.lowering.ways import moves_together
+from planner.lowering.writer import in_order
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import finish_traffic, sum_bytes, update_traffic
@@ -276,14 +277,16 @@ class SegmentWriter(RunWriter):
         """Write the message of gradients of several units."""
         names = self.blueprint.names
         # Copies of layers that are written once share a leg.
-        said = {
-            key: (names[leg.value], move.made.name, *move.dims, move.made, move.payload, leg.value, move.target)
-            for key, (leg, move) in {id(leg): (leg, move) for _, leg, move in entries}.items()
-        }
-        sources, targets, gathered, cut, buffers, payloads, values, arrived = zip(
-            *[said[id(leg)] for _, leg, _ in entries], strict=True
+        moves = {id(leg): (leg, move) for _, leg, move in entries}
+        place = {key: number for number, key in enumerate(moves)}
+        sources, targets, gathered, cut, buffers, payloads, values, arrived = in_order(
+            [
+                (names[leg.value], move.made.name, *move.dims, move.made, move.payload, leg.value, move.target)
+                for leg, move in moves.values()
+            ],
+            [place[id(leg)] for _, leg, _ in entries],
         )
-        cast = any(move.narrow_bytes for *_, move in entries)
+        cast = any(move.narrow_bytes for _, move in moves.values())
         message = Communicate(
             collective=key[0],
             axis=key[1],
@@ -300,22 +303,23 @@ class SegmentWriter(RunWriter):
             name += f" and {len(entries) - 1} more"
         payload = sum(payloads)
         units = [own for own, *_ in entries]
-        reads, made = [*zip(values, units, strict=True)], [*zip(arrived, units, strict=True)]
+        reads, made = shared(values, units), shared(arrived, units)
         home = self.blueprint.owners[head.parameter]
         if not cast:
             self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2], on_host=key[4])
             self._add_shared(unit, home, reads, made)
         else:
             packed = self._pack(entries, reads, home)
+            both = Shared(*map(np.concatenate, zip(reads, packed, strict=True)))
             self._message(name, Phase.BACKWARD, message, payload, dtype=key[2], on_host=key[4])
-            self._add_shared(unit, home, [*reads, packed], ())
+            self._add_shared(unit, home, both, NO_VALUES)
             came = sum(move.size_bytes for *_, move in entries if move.narrow_bytes)
             axis = self.source.options.mesh.axes[key[1]].name
             task = self._cast_task(f"cast back {name}", came, f"communication:{axis}", on_host=key[4])
             self._add(task, NOTHING, (), buffers)
-            self._add_shared(unit, home, [packed], made)
+            self._add_shared(unit, home, packed, made)
 
-    def _pack(self, entries: Sequence[Sent], reads: Sequence[Use], home: int) -> Use:
+    def _pack(self, entries: Sequence[Sent], reads: Shared, home: int) -> Shared:
         """Time the cast of gradients to the type in which they travel; the message that is sent casts them.
 
         The cast back follows on the message's stream, where it begins when that has ended.
@@ -327,9 +331,9 @@ class SegmentWriter(RunWriter):
         task = self._cast_task(f"cast {len(entries)} gradients", narrow, stream, on_host=on_host)
         size = 0 if on_host else int(sum(move.payload for *_, move in entries))
         self._add(task, NOTHING, (), (Buffer(name=packed, size_bytes=size, kind=BufferKind.COMMUNICATION),))
-        value = self.blueprint.value(packed, home)
-        self._add_shared(unit, home, reads, [(value, unit)])
-        return value, unit
+        found = shared([self.blueprint.value(packed, home)], [unit])
+        self._add_shared(unit, home, reads, found)
+        return found
 
     def _cast_task(self, name: str, narrow_bytes: int, stream: str, *, on_host: bool) -> Task:
         """Tensors read in their own type and written in one of twice the width, or the other way round."""
@@ -347,7 +351,7 @@ class SegmentWriter(RunWriter):
         if self.source.options.offload_optimizer:
             self._through_host(_gradients(rows))
         if checks_gradients(self.source):
-            for block in check_blocks(self.blueprint, [(g.parameter, (g.value, g.unit)) for g in _gradients(rows)]):
+            for block in check_blocks(self.blueprint, rows[:, 0].tolist(), Shared(rows[:, 2], rows[:, 1])):
                 self.order.extend((*block, NOBODY))
         if self.source.options.optimizer.sums:
             self._begin_updates(_gradients(rows))
@@ -441,9 +445,10 @@ class SegmentWriter(RunWriter):
             writes=writes, dtype=task.dtype, on_host=task.on_host,
         )  # fmt: skip
         homes = [blueprint.owners[gradient.parameter] for gradient in members]
-        reads = [(blueprint.value(before[g.parameter], home), g.unit) for g, home in zip(members, homes, strict=True)]
-        made = [(blueprint.value(name, home), g.unit) for name, g, home in zip(after, members, homes, strict=True)]
-        self._run_once(members[0].unit, homes[0], reads, made)
+        units = [gradient.unit for gradient in members]
+        reads = [blueprint.value(before[g.parameter], home) for g, home in zip(members, homes, strict=True)]
+        made = [blueprint.value(name, home) for name, home in zip(after, homes, strict=True)]
+        self._run_once(members[0].unit, homes[0], shared(reads, units), shared(made, units))
 
     def _through_host(self, synchronised: Sequence[Gradient]) -> None:
         """Gradients go to the host, whose memory holds the states, and parameters come back, before any update."""
@@ -451,7 +456,8 @@ class SegmentWriter(RunWriter):
         moved = [g for g in synchronised if g.parameter not in source.host.parameters]
         for task in offloading(source, [(g.parameter, 1) for g in moved]):
             self._add(task, NOTHING, tuple(names[g.value] for g in moved), ())
-            self._run_once(NOBODY, NOBODY, [(g.value, g.unit) for g in moved], ())
+            reads = shared([g.value for g in moved], [g.unit for g in moved])
+            self._run_once(NOBODY, NOBODY, reads, NO_VALUES)
 
 
 def _gradients(rows: IntArray) -> list[Gradient]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from planner.graph.operator_graph import Role, TensorRef
 from planner.instructions import (
@@ -84,13 +85,17 @@ def local_move(placed: PlacedGraph, moved: Moved) -> Slice | Mask:
     return Mask(source=source, target=target, axis=step.axis)
 
 
-def moving_message(moved: Sequence[Moved], asynchronous: bool, dtype: str = "") -> Communicate:
-    """The one message that takes a step of several tensors along the same axis."""
-    step = moved[0][3]
+def moving_message(
+    moved: Sequence[Moved], asynchronous: bool, dtype: str = "", order: Sequence[int] | None = None
+) -> Communicate:
+    """The one message that takes a step of several tensors along the same axis.
+
+    Where `order` is given, these are those of `moved` with its numbers.
+    """
+    step, order = moved[0][3], range(len(moved)) if order is None else order
     assert isinstance(step.operation, Collective)
-    # Copies of layers that are written once move the same objects.
-    said = {key: (one[1], one[2], one[3].gather_dim, one[3].split_dim) for key, one in _distinct(moved).items()}
-    sources, targets, gathered, cut = zip(*[said[id(one)] for one in moved], strict=True)
+    said = [(source, target, one.gather_dim, one.split_dim) for _, source, target, one in moved]
+    sources, targets, gathered, cut = in_order(said, order)
     return Communicate(
         collective=step.operation,
         axis=step.axis,
@@ -103,8 +108,13 @@ def moving_message(moved: Sequence[Moved], asynchronous: bool, dtype: str = "") 
     )
 
 
-def _distinct(moved: Sequence[Moved]) -> dict[int, Moved]:
-    return {id(one): one for one in moved}
+def in_order(rows: Iterable[tuple[Any, ...]], order: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    """Columns of rows, each with the values of the rows in an order.
+
+    >>> [*in_order([("a", 1), ("b", 2)], [0, 1, 0])]
+    [('a', 'b', 'a'), (1, 2, 1)]
+    """
+    return (tuple([column[row] for row in order]) for column in zip(*rows, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,14 +182,18 @@ class Writer:
         self._step([(ref, value, target, step)], phase, asynchronous)
         return target
 
-    def _step(self, items: list[Moved], phase: Phase, asynchronous: bool) -> None:
-        """One move along one axis, of several tensors in one message if it is a collective; all on the host or none."""
-        source, step = self.source, items[0][3]
+    def _step(
+        self, items: Sequence[Moved], phase: Phase, asynchronous: bool, order: Sequence[int] | None = None
+    ) -> None:
+        """One move along one axis, of several tensors in one message if it is a collective; all on the host or none.
+
+        Copies of layers that are written once move the same: where `order` is given, items go with these numbers.
+        """
+        source, step, order = self.source, items[0][3], range(len(items)) if order is None else order
         dtype = self.graph.spec(items[0][0]).dtype
         on_host = self._lies_on_host(items[0][0])
-        known = {key: self._part(item) for key, item in _distinct(items).items()}
-        parts = [known[id(item)] for item in items]
-        writes = tuple([part.made for part in parts])
+        parts = [self._part(item) for item in items]
+        writes = tuple([parts[number].made for number in order])
         if not isinstance(step.operation, Collective):
             (_, value, target, _), size = items[0], parts[0].size_bytes
             task = Task(
@@ -196,9 +210,9 @@ class Writer:
                 self.came[target] = self.came[value]
             self._add(task, local_move(source, items[0]), (value,), writes)
             return
-        payload = sum([part.payload for part in parts])
-        message = moving_message(items, asynchronous)
-        what = items[0][1] if len(items) == 1 else f"{len(items)} tensors from {items[0][1]}"
+        payload = sum([parts[number].payload for number in order])
+        message = moving_message(items, asynchronous, order=order)
+        what = items[0][1] if len(order) == 1 else f"{len(order)} tensors from {items[0][1]}"
         self._message(
             f"{step.operation} {what}", phase, message, payload,
             writes=writes, dtype=dtype, on_host=on_host,
