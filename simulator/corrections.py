@@ -85,6 +85,31 @@ def message_time(
     return crowded(hardware.crowding, alone, group.size, hardware.processes) if hardware.crowding else alone
 
 
+def one_message_time(hardware: Hardware, collective: Collective, payload: float, group: GroupShape) -> float:
+    """`message_time` of a single payload, to the last digit, without arrays."""
+    factors = _message_factors(hardware, collective, group, "")
+    alone = collective_time(hardware, collective, payload * factors.bytes_sent, group) * factors.time + factors.launch_s
+    if not hardware.crowding:
+        return alone
+    return float(crowded(hardware.crowding, np.full(1, alone), group.size, hardware.processes)[0])
+
+
+def telling_marks(
+    hardware: Hardware, collective: Collective, group: GroupShape, sharded: bool, axis: str
+) -> tuple[bool, str]:
+    """Marks of messages, ``sharded`` and ``axis`` of `message_time`, without those on which their time does not depend.
+
+    >>> from simulator.hardware import load_profile
+    >>> hardware, group = load_profile("dgx-a100"), GroupShape(members=(8, 1))
+    >>> telling_marks(hardware, Collective.ALL_GATHER, group, True, "tensor")
+    (False, '')
+    """
+    factors = _message_factors(hardware, collective, group, axis)
+    if axis and factors == _message_factors(hardware, collective, group, ""):
+        axis = ""
+    return sharded and factors.sharded != factors.time, axis
+
+
 class _MessageFactors(NamedTuple):
     """Factors on the time of messages and on that of sharded parameters, part of bytes sent, seconds of a launch."""
 

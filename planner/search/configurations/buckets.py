@@ -26,6 +26,7 @@ MIB = 2**20
 USUAL = 25 * MIB
 BUCKETS = (USUAL, *(size * MIB for size in (1, 5, 50, 100, 200, 400)))
 """Sizes that are tried; of equally good ones the first is taken."""
+_SIZES = np.array(BUCKETS, dtype=np.float64)
 LARGEST_PENDING = 100 * MIB
 """Largest bucket where whole gradients wait for their message in every micro-batch."""
 
@@ -105,5 +106,4 @@ def _seconds(hardware: Hardware, collective: Collective, ranks: int, stride: int
     """Seconds of a message of each size of `BUCKETS`."""
     if ranks == 1:
         return (0.0,) * len(BUCKETS)
-    sizes = np.array(BUCKETS, dtype=np.float64)
-    return tuple(message_time(hardware, collective, sizes, group_shape(hardware, ranks, stride)).tolist())
+    return tuple(message_time(hardware, collective, _SIZES, group_shape(hardware, ranks, stride)).tolist())

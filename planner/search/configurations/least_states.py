@@ -19,10 +19,10 @@ from planner.search.configurations.storage import Storages, scatters_each, shari
 from planner.search.configurations.stored_ways import trained_parameters
 from planner.search.stages.fragments import FloatArray, IntArray
 from planner.search.units.labels import StageTables, UnitLabels
-from simulator.corrections import message_time
+from simulator.corrections import message_time, telling_marks
 from simulator.hardware import Hardware
 from simulator.program import Collective
-from simulator.topology import group_shape
+from simulator.topology import GroupShape, group_shape
 
 PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 """Bytes of messages at which links are compared."""
@@ -347,9 +347,15 @@ def least_byte_s(hardware: Hardware, collective: Collective, size: int, stride: 
     return 0.0 if size == 1 else float((payloads_s(hardware, collective, size, stride) / PAYLOADS).min())
 
 
-@lru_cache(maxsize=4096)
 def payloads_s(
     hardware: Hardware, collective: Collective, size: int, stride: int, *, sharded: bool = False, axis: str = ""
 ) -> FloatArray:
     """Seconds of messages of each size of `PAYLOADS`."""
-    return message_time(hardware, collective, PAYLOADS, group_shape(hardware, size, stride), sharded, axis)
+    group = group_shape(hardware, size, stride)
+    return _payloads_s(hardware, collective, group, *telling_marks(hardware, collective, group, sharded, axis))
+
+
+@lru_cache(maxsize=4096)
+def _payloads_s(hardware: Hardware, collective: Collective, group: GroupShape, sharded: bool, axis: str) -> FloatArray:
+    """`payloads_s` by the marks that tell messages apart."""
+    return message_time(hardware, collective, PAYLOADS, group, sharded, axis)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planner.search.stages.fragments import FloatArray
-from simulator.corrections import kernel_factor, message_time
+from simulator.corrections import kernel_factor, message_time, one_message_time
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
 from simulator.program import SUMMED_CLASS, Collective
@@ -34,7 +34,9 @@ def message_s(
 @lru_cache(maxsize=4096)
 def one_message_s(hardware: Hardware, collective: Collective, payload: float, size: int, stride: int) -> float:
     """Seconds of one message: configurations that differ in their schedules or passes send the same ones."""
-    return float(message_s(hardware, collective, np.full(1, payload), size, stride)[0])
+    if size == 1:
+        return 0.0
+    return one_message_time(hardware, collective, float(max(payload, 1.0)), group_shape(hardware, size, stride))
 
 
 def told_s(hardware: Hardware, size: int, stride: int, shards: int = 0) -> float:
