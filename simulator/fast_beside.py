@@ -167,7 +167,7 @@ class _Rank:
         """
         ends, starts, queue, place = self.ends, self.starts, self.queues[own], self.place[own]
         amounts, latencies, roles, after, uses = self.amount, self.latency_s, self.role, self.after, self.uses
-        task, moment, waiting = self.task[own], self.moments[own], self.waiting
+        task, moment, waiting, pace = self.task[own], self.moments[own], self.waiting, self.pace
         role, works, begun, rate = roles[task], True, self.since[own], self.rate[own]
         left, slowed = self.left[own], self._slowed()[role]
         limit = min([other for stream, other in enumerate(self.moments) if stream != own], default=NEVER)
@@ -175,16 +175,20 @@ class _Rank:
             following = queue[place + 1]
             if following < 0 or roles[following] != role or amounts[following] <= 0.0 or (uses and uses[following]):
                 break
-            if any(needed != task and ends[needed] != ends[needed] for needed in after[following]):
-                break
-            ends[task] = starts[following] = moment
-            task, place = following, place + 1
-            if (latency_s := latencies[task]) > 0.0:
-                moment += latency_s
-            works = moment < limit
-            if works:
-                left, begun, rate = amounts[task], moment, self.pace[task] * slowed
-                moment += left / rate
+            for needed in after[following]:
+                if needed != task and ends[needed] != ends[needed]:
+                    break
+            else:
+                ends[task] = starts[following] = moment
+                task, place = following, place + 1
+                if (latency_s := latencies[task]) > 0.0:
+                    moment += latency_s
+                works = moment < limit
+                if works:
+                    left, begun, rate = amounts[task], moment, pace[task] * slowed
+                    moment += left / rate
+                continue
+            break
         self.left[own], self.since[own], self.rate[own] = left, begun, rate
         self.task[own], self.place[own], self.works[own], self.moments[own] = task, place, works, moment
 
@@ -196,36 +200,38 @@ class _Rank:
         starts, ends, tasks, queues, place = self.starts, self.ends, self.task, self.queues, self.place
         amounts, latencies, pace = self.amount, self.latency_s, self.pace
         task, moment, works = tasks[own], self.moments[own], self.works[own]
+        left, since, rate = self.left[own], self.since[own], self.rate[own]
         self.beside[self.role[task]] -= 1
+        self.works[own], self.moments[own] = False, NEVER
         while works or amounts[task] <= 0.0 or task not in self.tight:
             if not works and amounts[task] > 0.0:
-                self.left[own], self.since[own], self.rate[own] = amounts[task], moment, pace[task]
-                moment, works = moment + amounts[task] / pace[task], True
+                left, since, rate = amounts[task], moment, pace[task]
+                moment, works = moment + left / rate, True
             ends[task] = moment
-            begins = self._begins_alone(own)
+            begins = self._begins_alone(own, task)
             if begins < 0:
                 break
             place[own] += 1
             tasks[own] = queues[own][place[own]]
-            self.works[own], self.moments[own] = False, NEVER
             own, works, task = begins, False, tasks[begins]
             self.waiting[own] = -1
             starts[task] = moment
             if latencies[task] > 0.0:
                 moment += latencies[task]
         self.beside[self.role[task]] += 1
+        self.left[own], self.since[own], self.rate[own] = left, since, rate
         self.works[own], self.moments[own] = works, moment
 
-    def _begins_alone(self, own: int) -> int:
+    def _begins_alone(self, own: int, ended: int) -> int:
         """The one stream that begins a task when that of `own` has ended; -1 where none or several do.
 
         Also where a task ends as it begins. What other streams wait for next is noted.
         """
-        ends, waiting, tasks, after = self.ends, self.waiting, self.task, self.after
-        ended, following, begins = tasks[own], self.queues[own][self.place[own] + 1], -1
-        held = -1
-        if following >= 0:
-            for held in after[following]:
+        ends, waiting, after = self.ends, self.waiting, self.after
+        task = self.queues[own][self.place[own] + 1]
+        begins = held = -1
+        if task >= 0:
+            for held in after[task]:
                 if ends[held] != ends[held]:
                     break
             else:
@@ -234,18 +240,16 @@ class _Rank:
             for stream, needed in enumerate(waiting):
                 if needed != ended:
                     continue
-                for other in after[tasks[stream]]:
+                waits = self.task[stream]
+                for other in after[waits]:
                     if ends[other] != ends[other]:
                         waiting[stream] = other
                         break
                 else:
                     if begins >= 0:
                         return -1
-                    begins = stream
-        if begins < 0:
-            return -1
-        task = following if begins == own else tasks[begins]
-        if self.latency_s[task] <= 0.0 and self.amount[task] <= 0.0:
+                    begins, task = stream, waits
+        if begins < 0 or (self.latency_s[task] <= 0.0 and self.amount[task] <= 0.0):
             return -1
         waiting[own] = held
         return begins
