@@ -185,13 +185,13 @@ def _allocations(
     """
     name = given.buffer[place]
     by_name = stable_order(name, len(program.buffers))
-    names, allocates = name[by_name], given.sign[place[by_name]] > 0
+    names, allocates = name[by_name], (given.sign > 0)[place[by_name]]
     goes_on = names[1:] == names[:-1]
     stood = np.zeros(len(names), dtype=bool)
     stood[1:] = goes_on & allocates[:-1]
-    wrong = by_name[allocates == stood]
-    if wrong.size:
-        raise _wrong_change(program, given, blocks, int(wrong.min()))
+    wrong = allocates == stood
+    if wrong.any():
+        raise _wrong_change(program, given, blocks, int(by_name[wrong].min()))
     releases = np.flatnonzero(stood)
     allocation = place.copy()
     allocation[by_name[releases]] = place[by_name[releases - 1]]

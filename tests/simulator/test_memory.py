@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from simulator.columns import columns
 from simulator.errors import ProgramError
 from simulator.fast_engine import replay, simulate
 from simulator.hardware import load_profile
 from simulator.program import Buffer, BufferKind, Collective, Program
+from simulator.task_order import execution_order, stream_numbers
+from simulator.timeline import SegmentTimeline
 from tests.simulator.programs import buffer, communication, program, segment, task, timed_programs
 
 
@@ -25,6 +28,21 @@ def standing(given_program: Program, index: int, starts: np.ndarray, ends: np.nd
         for b in t.allocates
         if starts[i] < moment < released.get(b.name, np.inf)
     )
+
+
+def in_turn(given_program: Program, index: int, found: SegmentTimeline) -> tuple[list[float], list[int]]:
+    """Times and bytes of the changes in a segment: what ends before what begins, each in the order of dependencies."""
+    segment, tasks = columns(given_program).segments[index], given_program.segments[index].tasks
+    _, stream = stream_numbers(segment, overlaps_communication=True)
+    begun, ended = found.starts_s.tolist(), found.ends_s.tolist()
+    sizes = {b.name: b.size_bytes for t in tasks for b in t.allocates}
+    turns: list[tuple[float, bool, int, int, int]] = []
+    for place, i in enumerate(execution_order(segment, stream).tolist()):
+        # A task of no length begins and ends in its turn.
+        turns += [(begun[i], True, place, 0, b.size_bytes) for b in tasks[i].allocates]
+        turns += [(ended[i], begun[i] == ended[i], place, 1, -sizes[name]) for name in tasks[i].releases]
+    turns.sort(key=lambda turn: turn[:4])
+    return [turn[0] for turn in turns], [turn[4] for turn in turns]
 
 
 @given(timed=timed_programs())
@@ -44,6 +62,11 @@ def test_curve_equals_a_direct_count(timed: tuple[Program, list[np.ndarray]]) ->
                 place = np.searchsorted(curve.times_s, moment) - 1
                 assert (curve.total_bytes[place] if place >= 0 else resident) == expected
             seen.append(expected)
+        moments_s, changes = in_turn(given_program, index, found)
+        assert memory.first[index].times_s.tolist() == moments_s
+        assert memory.first[index].total_bytes.tolist() == [
+            resident + sum(changes[: i + 1]) for i in range(len(changes))
+        ]
         seen += memory.first[index].total_bytes.tolist()
     assert memory.peak_bytes == timeline.peak_memory_bytes == max(seen)
     assert min(seen) >= 0
