@@ -26,22 +26,22 @@ class ChunkPlaces:
         least = np.array([kind.values.min(axis=0) for kind in task.kinds]).repeat(task.counts, axis=0)
         seconds, kept, held = (_sums(least[:, column]) for column in (STEADY, ACTIVATION, RESIDENT))
         room = task.limit_bytes * (1 + _ROUNDING) - float(least[:, TRANSIENT].min())
-        flights, which = np.unique(task.in_flight, return_inverse=True)
-        far = np.stack([_far(flight * kept + held, room) for flight in flights.tolist()])
-        furthest = np.minimum(_far(seconds, longest_s), far)[which]
-        reached = [0]
-        for ends in furthest.tolist():
-            reached.append(ends[reached[-1]])
-        rest = [units]
-        for ends in furthest[::-1]:
-            rest.append(int(ends.searchsorted(rest[-1])))
-        places = np.arange(units + 1)
+        far, which, places = _far(seconds, longest_s)[None], np.zeros(pieces, dtype=np.int64), np.arange(units + 1)
+        if np.isfinite(room):
+            flights, which = np.unique(task.in_flight, return_inverse=True)
+            far = np.minimum(far, [_far(flight * kept + held, room) for flight in flights.tolist()])
+        ahead, back, kinds = far.tolist(), [ends.searchsorted(places).tolist() for ends in far], which.tolist()
+        reached, rest = [0], [units]
+        for kind in kinds:
+            reached.append(ahead[kind][reached[-1]])
+        for kind in reversed(kinds):
+            rest.append(back[kind][rest[-1]])
         self._first: IntArray = np.searchsorted(reached, places)
         """(units + 1,) the first chunk that may begin at each unit: those before reach no farther."""
         self._last: IntArray = pieces - 1 - np.searchsorted(-np.array(rest), -places)
         """(units + 1,) the last chunk that may end before each unit: those behind reach it from the end."""
         # The chunk before the first one that has less in flight may be longer.
-        self._furthest: IntArray = np.maximum.accumulate(furthest, axis=0)
+        self._furthest: IntArray = np.maximum.accumulate(far[which], axis=0)
         self._spare = units - pieces + 1
 
     def __call__(self, starts: range, length: int) -> range:

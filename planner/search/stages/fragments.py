@@ -104,7 +104,7 @@ def joined(left: Fragments, right: Fragments, width: int = WIDTH, criteria: Crit
     when the backward pass has ended and d by how much messages take longer than the passes that hide them, units
     after one another give ``e = max(e_left, d_left + e_right)`` and ``d = d_left + d_right``.
     """
-    a, b = np.nonzero(left.exit[:, None] == right.entry[None, :])
+    a, b = (left.exit[:, None] == right.entry).nonzero()
     # `take` gathers rows in half the time that an index takes.
     before, behind = left.values.take(a, axis=0), right.values.take(b, axis=0)
     values = before + behind
@@ -151,6 +151,8 @@ def _frontier(
 
     Of rows that are equal in all criteria the one that is least in the other columns stays.
     """
+    if len(entry) <= 1:
+        return np.arange(len(entry)), True
     # Boundary states are small numbers, from -1 on.
     keys = (entry + 1) * (int(leave.max(initial=0)) + 2) + leave + 1
     counts = np.bincount(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -90,6 +91,8 @@ class PartitionTask:
     @property
     def roomy(self) -> bool:
         """Whether one rank could hold the whole network however it runs: then no limit on memory binds."""
+        if np.isinf(self.limit_bytes):
+            return True
         flight = float(self.in_flight.max())
         held = [float((flight * k.values[:, ACTIVATION] + k.values[:, RESIDENT]).max()) for k in self.kinds]
         once = max(float(kind.values[:, TRANSIENT].max()) for kind in self.kinds)
@@ -262,7 +265,6 @@ class Segments:
     values : (ways, 7) as in `Fragments.values`, the messages at a segment's begin included
     fill, busy : (ways,) both terms of the objective
     offsets : (groups,) first row of each group
-    shifts : (groups,) first units as the bits of one number, length, entry and exit state
     longest : units of the longest segment
     states : place of each boundary state in arrays over states; that of the network's two ends is 0
     exact : whether all ways are there that may matter
@@ -287,10 +289,10 @@ class Segments:
         self._begins = np.concatenate(([0], np.cumsum(task.counts))).tolist()
         changes = np.any(task.sends_s[1:] != task.sends_s[:-1], axis=1)
         # Units before which the message is another than before the one before; there is none before the network.
-        self._differs = np.concatenate(([1], 2 + np.flatnonzero(changes)))
+        self._differs = [1, *(2 + np.flatnonzero(changes)).tolist()]
         kinds = [*self._inside(), *self._across()]
         self.exact = all(kind.ways.exact for kind in kinds)
-        states = sorted({_BEGIN, *(int(s) for k in task.kinds for s in (*k.entry, *k.exit))})
+        states = sorted({_BEGIN, *(s for k in task.kinds for side in (k.entry, k.exit) for s in side.tolist())})
         self.states = {state: place for place, state in enumerate(states)}
         self._fill_table(kinds)
 
@@ -320,26 +322,31 @@ class Segments:
 
     def _fill_table(self, kinds: list[_Kind]) -> None:
         self.groups: list[Group] = []
-        tables: list[FloatArray] = [np.zeros((0, 7))]
-        size = 0
+        tables, sends, size = [np.zeros((0, 7))], list[float](), 0
         for kind in kinds:
             ways = kind.ways
-            for entry, leave in dict.fromkeys(zip(ways.entry.tolist(), ways.exit.tolist(), strict=True)):
-                rows = np.flatnonzero((ways.entry == entry) & (ways.exit == leave))
-                table = ways.values[rows].copy()
-                send_s = float(kind.send_s[entry]) if entry >= 0 and len(kind.send_s) else 0.0
-                table[:, FILL] += self.task.fill_sends * send_s
-                table[:, STEADY] += self.task.waits_s(send_s, table[:, STEADY])
+            pairs = list(dict.fromkeys(zip(ways.entry.tolist(), ways.exit.tolist(), strict=True)))
+            for entry, leave in pairs:
+                rows = np.arange(len(ways))
+                if len(pairs) > 1:
+                    rows = np.flatnonzero((ways.entry == entry) & (ways.exit == leave))
                 ends = (self.states[entry], self.states[leave])
                 self.groups.append(Group(kind.starts, kind.length, *ends, size, size + len(rows), ways, rows))
-                tables.append(table)
+                sends += [float(kind.send_s[entry]) if entry >= 0 and len(kind.send_s) else 0.0] * len(rows)
+                tables.append(ways.values.take(rows, axis=0))
                 size += len(rows)
-        self.values = np.concatenate(tables)
+        self.values, sends_s = np.concatenate(tables), np.array(sends)
+        self.fill, steady = self.values[:, FILL], self.values[:, STEADY]
+        self.fill += self.task.fill_sends * sends_s
+        steady += self.task.waits_s(sends_s, steady)
         self.offsets = np.array([g.first for g in self.groups], dtype=np.int64)
         self.longest = max((g.length for g in self.groups), default=0)
-        self.shifts = [((1 << g.starts.stop) - (1 << g.starts.start), g.length, g.entry, g.exit) for g in self.groups]
-        self.fill = self.values[:, FILL]
-        self.busy = self.values[:, STEADY] + np.maximum(self.values[:, QUEUE], 0.0)
+        self.busy = steady + np.maximum(self.values[:, QUEUE], 0.0)
+
+    @cached_property
+    def shifts(self) -> list[tuple[int, int, int, int]]:
+        """(groups,) first units as the bits of one number, length, entry and exit state."""
+        return [((1 << g.starts.stop) - (1 << g.starts.start), g.length, g.entry, g.exit) for g in self.groups]
 
     @cached_property
     def moves(self) -> Moves:
@@ -393,8 +400,8 @@ class Segments:
                 if not self._fits(length, length * self.least[kind]):
                     break
                 starts = range(self._begins[kind], self._begins[kind + 1] - length + 1)
-                if self._wanted(starts, length):
-                    yield from self._placed(starts, length, self._power(kind, length))
+                if rows := self._starts(starts, length):
+                    yield from self._placed(rows, length, self._power(kind, length))
 
     def _across(self) -> Iterator[_Kind]:
         """Segments that begin in one kind of unit and end in a later one."""
@@ -424,16 +431,14 @@ class Segments:
                     break
                 start = self._begins[first + 1] - left
                 starts = range(start, start + 1)
-                if not self._wanted(starts, length):
+                rows = self._starts(starts, length)
+                if not rows:
                     continue
                 if head is None:
                     head = self._power(first, left)
                     head = head if inner is None else joined(head, inner, self.width, self.criteria)
                 ways = joined(head, self._power(last, right), self.width, self.criteria)
-                yield from self._placed(starts, length, ways)
-
-    def _wanted(self, starts: range, length: int) -> bool:
-        return bool(self._starts(starts, length)) if self.task.pieces > 1 else length == self.task.units
+                yield from self._placed(rows, length, ways)
 
     def _starts(self, starts: range, length: int) -> list[range]:
         """Rows of those starts with which a segment of this length is a chunk that cuts and other chunks allow."""
@@ -442,17 +447,14 @@ class Segments:
             return [starts] if starts else []
         return [range(s, s + 1) for s in starts if s + length in self._ends.get(s, ())]
 
-    def _placed(self, starts: range, length: int, ways: Fragments) -> Iterator[_Kind]:
-        for row in self._starts(starts, length):
-            yield from self._placed_row(row, length, ways)
-
-    def _placed_row(self, starts: range, length: int, ways: Fragments) -> Iterator[_Kind]:
+    def _placed(self, rows: list[range], length: int, ways: Fragments) -> Iterator[_Kind]:
         """Split where the message before the segment differs; there is none before the network."""
         if not len(ways):
             return
-        differs = self._differs[(self._differs > starts.start) & (self._differs < starts.stop)].tolist()
-        for begin, end in pairwise([starts.start, *differs, starts.stop]):
-            yield _Kind(range(begin, end), length, ways, self.task.sends_s[begin - 1] if begin else np.zeros(0))
+        for starts in rows:
+            low, high = bisect_right(self._differs, starts.start), bisect_left(self._differs, starts.stop)
+            for begin, end in pairwise([starts.start, *self._differs[low:high], starts.stop]):
+                yield _Kind(range(begin, end), length, ways, self.task.sends_s[begin - 1] if begin else np.zeros(0))
 
 
 def _chunk_ends(task: PartitionTask) -> dict[int, set[int]]:
