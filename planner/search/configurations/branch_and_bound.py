@@ -408,7 +408,7 @@ class _Search(Agenda):
         self.result.found = [*(p for p in self.result.found if p is not node.placed), placed]
         self.best = min(self.best, placed.objective_s)
         if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
-            if worth_widening(task, node.width):
+            if worth_widening(task, node.width) and not (few is task and found.exact):
                 again = Node(Stage.SOLVED, node.configuration, task, placed, node.width * 8)
                 self.push(placed.partition.lower_bound_s, again)
             else:

@@ -18,6 +18,7 @@ class Partition:
     objective_s, lower_bound_s : seconds; the bound holds for every partition of the task
     fill_s, busy_s : (chunks,) both terms of the objective
     memory_bytes : (ranks,)
+    exact : whether no way of a fragment was left out: then more of them find nothing else
     """
 
     ends: tuple[int, ...]
@@ -27,3 +28,4 @@ class Partition:
     fill_s: FloatArray
     busy_s: FloatArray
     memory_bytes: FloatArray
+    exact: bool = False

@@ -45,11 +45,14 @@ from planner.search.stages.outcome import Partition
 from planner.search.stages.picked import Picks, made, objective_s, unlimited_s
 from planner.search.stages.segments import ROUNDING, PartitionTask, Segments, unlimited
 from planner.search.stages.turn_search import search_limited, search_turns
+from planner.search.stages.two_chunks import best_pair
 
 __all__ = ["Partition", "PartitionTask", "partition"]
 
 SCANS = 64
 """Most limits on the busiest rank that are tried before a partition is only bounded."""
+PAIRED = 1_000
+"""Most ways of segments of which all pairs of two chunks are compared."""
 _SLACK = (1.15, 1.6, np.inf)
 _TIGHT = (1.06, *_SLACK)
 """With one chunk a rank: what is found is proven to be the best where longer segments take too long."""
@@ -121,22 +124,28 @@ def _unlimited_partition(task: PartitionTask, width: int) -> Partition | None:
 
 
 def _cut(task: PartitionTask, width: int) -> Partition | None:
-    """One chunk a rank, by segments of some times their even share: of longer ones until they prove the best."""
+    """One chunk a rank, by segments of some times their even share: of longer ones until they prove the best.
+
+    Where no way of a segment was left out, those are passed over that are too short to prove what was found.
+    """
     best: Partition | None = None
-    bound = np.inf
+    segments: Segments | None = None
+    bound, exact = np.inf, True
     for slack in _TIGHT:
+        if best is not None and segments is not None and exact and segments.longer_s(slack) < best.objective_s:
+            continue
         segments = Segments(task, slack, width)
         found = _search(segments) if segments.groups else None
         if found is not None and (best is None or found.objective_s < best.objective_s):
             best = found
+        exact = exact and segments.exact
         bound = np.inf if found is None else found.lower_bound_s
         if segments.complete:
             break
-        # A longer segment than any here keeps its rank busy for so long.
-        bound = min(bound, segments.longest_s + segments.least_fill_s)
-        if best is not None and segments.longest_s + segments.least_fill_s >= best.objective_s:
+        bound = min(bound, segments.longer_s(slack))
+        if best is not None and segments.longer_s(slack) >= best.objective_s:
             break
-    return best and replace(best, lower_bound_s=min(bound, best.objective_s))
+    return best and replace(best, lower_bound_s=min(bound, best.objective_s), exact=exact)
 
 
 def _within_memory(task: PartitionTask, width: int, ends: Sequence[int]) -> Partition | None:
@@ -159,8 +168,8 @@ def _whole(task: PartitionTask, width: int, enough_s: float, close: float) -> Pa
     ways, bound = choose(task, width, enough_s, close)
     if ways is None:
         return None
-    kinds = [kind for kind, count in zip(task.kinds, task.counts, strict=True) for _ in range(count)]
-    values = np.array([kind.values[way] for kind, way in zip(kinds, ways.tolist(), strict=True)])
+    picked = list(zip(task.kinds, np.split(ways, np.cumsum(task.counts)[:-1]), strict=True))
+    values = np.concatenate([kind.values.take(own, axis=0) for kind, own in picked])
     sums = values.sum(axis=0)
     behind = np.concatenate([[0.0], np.cumsum(values[:-1, BACKLOG])])
     busy = sums[STEADY] + max(0.0, float((behind + values[:, QUEUE]).max()))
@@ -168,7 +177,7 @@ def _whole(task: PartitionTask, width: int, enough_s: float, close: float) -> Pa
     objective = float(sums[FILL] + busy)
     return Partition(
         ends=(task.units,),
-        labels=tuple(int(kind.labels[way, 0]) for kind, way in zip(kinds, ways.tolist(), strict=True)),
+        labels=tuple(np.concatenate([kind.labels[own, 0] for kind, own in picked]).tolist()),
         objective_s=objective,
         lower_bound_s=min(bound, objective),
         fill_s=sums[[FILL]],
@@ -283,7 +292,15 @@ class _Cutter:
 
 
 def _search(segments: Segments) -> Partition | None:
-    """One chunk a rank: move the limit on the busiest rank from the least feasible one upwards."""
+    """One chunk a rank: move the limit on the busiest rank from the least feasible one upwards.
+
+    Two chunks of few ways are compared in pairs.
+    """
+    if segments.task.pieces == 2 and len(segments.values) <= PAIRED:
+        pair = best_pair(segments)
+        if pair is None:
+            return None
+        return made(segments, pair, objective_s(segments, pair) if segments.exact else unlimited_s(segments))
     cutter = _Cutter(segments)
     if not len(cutter.limits):
         return None
@@ -301,8 +318,9 @@ def _search(segments: Segments) -> Partition | None:
             break
         picks = cutter.picks(float(cutter.limits[place]))
         assert picks is not None  # there is a cut at a lower limit
-        if objective_s(segments, picks) < best_s:
-            best, best_s = picks, objective_s(segments, picks)
+        found_s = objective_s(segments, picks)
+        if found_s < best_s:
+            best, best_s = picks, found_s
         if _fill(segments, picks) <= least_fill * (1 + ROUNDING):
             break
         place += 1

@@ -34,6 +34,7 @@ def made(segments: Segments, picks: Picks, lower_s: float) -> Partition:
         fill_s=segments.values[picks, FILL],
         busy_s=segments.busy[picks],
         memory_bytes=memory_bytes(segments.task, segments.values[picks]),
+        exact=segments.exact,
     )
 
 

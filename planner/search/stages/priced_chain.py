@@ -66,8 +66,8 @@ class PricedChain:
         self.width = 1 + max(int(side.max(initial=0)) for kind in kinds for side in (kind.entry, kind.exit))
         self.between = [_Between.of(kind, self.width) for kind in kinds]
         self.bound_s = np.inf
-        most = np.array([0.0, *(float(kind.values[:, STANDING].max(initial=0.0)) for kind in reversed(self.units))])
-        self.most_bytes = np.cumsum(most)[::-1]
+        most = np.array([kind.values[:, STANDING].max(initial=0.0) for kind in kinds])
+        self.most_bytes = np.append(0.0, np.cumsum(most[self.numbers[::-1]]))[::-1]
         held = [kind.values[None, :, STANDING] for kind in kinds]
         self.standing = [step(each)[0] for step, each in zip(self.between, held, strict=True)]
         least = np.full((1, self.width), np.inf)
@@ -237,14 +237,14 @@ class PricedChain:
         return self._chosen(ways[::-1]), left_out
 
     def _chosen(self, ways: Sequence[int]) -> Choice:
-        picked = list(zip(self.units, ways, strict=True))
-        values = np.array([kind.values[way] for kind, way in picked])
+        picked = list(zip(self.kinds, np.split(np.array(ways), np.cumsum(self.counts)[:-1]), strict=True))
+        values = np.concatenate([kind.values.take(own, axis=0) for kind, own in picked])
         behind = np.cumsum(values[:, BEHIND]) - values[:, BEHIND]
         return Choice(
-            ways=np.array([kind.number[way] for kind, way in picked]),
+            ways=np.concatenate([kind.number.take(own) for kind, own in picked]),
             seconds=float(values[:, TIME].sum() + max(0.0, float((behind + values[:, LEFT]).max()))),
             standing=float(values[:, STANDING].sum()),
-            peak=max(float(kind.peak[way]) for kind, way in picked),
+            peak=max(float(kind.peak.take(own).max()) for kind, own in picked),
         )
 
     def straight(self) -> Choice:

@@ -303,11 +303,15 @@ class Segments:
             return slack * max(even, longest) + longest
         return slack * max(even + float(self.least[int(np.argmax(self.task.counts))]), longest)
 
+    def longer_s(self, slack: float) -> float:
+        """Least seconds of a partition with a segment that is too long for a table of this slack."""
+        return self._longest(slack) + self.least_fill_s
+
     def allowed_of(self, limits_bytes: FloatArray, transient: float | None = None) -> tuple[BoolArray, list[int]]:
         """Whether ways have the memory of each kind of chunk, (kinds, ways), and the kind of each chunk.
 
-        Chunks of a kind have as many micro-batches in flight, and the same of the limits (chunks,). What stands while
-        one unit goes backward counts with the rest, or has a limit of its own.
+        Chunks of a kind have room for the same ways: each has its micro-batches in flight and its own of the limits
+        (chunks,). What stands while one unit goes backward counts with the rest, or has a limit of its own.
         """
         keys = list(zip(self.task.in_flight.tolist(), limits_bytes.tolist(), strict=True))
         places = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -318,7 +322,9 @@ class Segments:
             allowed: BoolArray = needed + once <= limits * (1 + ROUNDING)
         else:
             allowed = (needed <= limits * (1 + ROUNDING)) & (once <= transient * (1 + ROUNDING))
-        return allowed, [places[key] for key in keys]
+        rows = dict[bytes, int]()
+        alike = [rows.setdefault(row.tobytes(), len(rows)) for row in allowed]
+        return allowed[[alike.index(row) for row in range(len(rows))]], [alike[places[key]] for key in keys]
 
     def _fill_table(self, kinds: list[_Kind]) -> None:
         self.groups: list[Group] = []
