@@ -76,12 +76,10 @@ def _step(state: Placements, axis: int, target: Placement, all_to_all: bool) -> 
 
 def _divides(state: Placements, source: Placements, target: Placements) -> bool:
     """Whether every dim is cut along some of the axes that cut it in `source`, or some of those in `target`."""
-    for dim in set(state):
-        if dim >= 0:
-            cut = [ends for here, *ends in zip(state, source, target, strict=True) if here == dim]
-            if not (all(before == dim for before, _ in cut) or all(after == dim for _, after in cut)):
-                return False
-    return True
+    unlike_source = {here for here, before in zip(state, source, strict=True) if here != before and here >= 0}
+    return not unlike_source or unlike_source.isdisjoint(
+        [here for here, after in zip(state, target, strict=True) if here != after and here >= 0]
+    )
 
 
 def _volume(step: Step) -> float:
@@ -108,6 +106,7 @@ def redistribution(source: Placements, target: Placements, all_to_all: bool = Tr
     >>> [str(step.operation) for step in redistribution((0,), (1,), all_to_all=False)]
     ['all_gather', 'slice']
     """
+    goals = [(goal,) if goal in (PARTIAL, REPLICATE) else (goal, REPLICATE) for goal in target]
     queue: list[tuple[float, int, Placements, tuple[Step, ...]]] = [(0.0, 0, source, ())]
     done: set[Placements] = set()
     serial = 0
@@ -118,9 +117,8 @@ def redistribution(source: Placements, target: Placements, all_to_all: bool = Tr
         if state in done:
             continue
         done.add(state)
-        for axis in range(len(state)):
-            goals = (target[axis],) if target[axis] in (PARTIAL, REPLICATE) else (target[axis], REPLICATE)
-            for goal in goals:
+        for axis, wanted in enumerate(goals):
+            for goal in wanted:
                 found = None if goal == state[axis] else _step(state, axis, goal, all_to_all)
                 if found is not None and _divides(found[0].after, source, target):
                     step, volume = found
@@ -204,10 +202,8 @@ def _cutting(placements: Placements) -> tuple[int, ...]:
 
 def _padded(rows: Sequence[Sequence[int]], nothing: int) -> NDArray[np.int64]:
     """Rows of unequal length as an array that `nothing` fills up, at least one column wide."""
-    found = np.full((len(rows), max(1, *map(len, rows))), nothing, dtype=np.int64)
-    for number, row in enumerate(rows):
-        found[number, : len(row)] = row
-    return found
+    width = max(1, *map(len, rows))
+    return np.array([[*row, *[nothing] * (width - len(row))] for row in rows], dtype=np.int64)
 
 
 def _patterns(pairs: NDArray[np.int64]) -> tuple[list[Placements], NDArray[np.intp]]:
@@ -224,4 +220,4 @@ def _patterns(pairs: NDArray[np.int64]) -> tuple[list[Placements], NDArray[np.in
     for column in named.T:
         code = code * (pairs.shape[1] + 2) + (column - PARTIAL)
     _, first, which = np.unique(code, return_index=True, return_inverse=True)
-    return [tuple(int(p) for p in named[i]) for i in first], which
+    return [tuple(pattern) for pattern in named[first].tolist()], which

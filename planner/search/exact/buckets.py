@@ -44,10 +44,6 @@ class Scope:
     variables: tuple[int, ...]
     rows: tuple[Index, ...]
 
-    def counts(self) -> tuple[int, ...]:
-        """Rows along each dim of the table."""
-        return tuple(int(r.max(initial=-1)) + 1 for r in self.rows)
-
 
 def plain(variables: Sequence[int], sizes: Sequence[int]) -> Scope:
     """The scope of a table with one row a state."""
@@ -192,7 +188,10 @@ class Buckets:
         self._joins: dict[tuple[int, ...], tuple[Sequence[Index], Classes]] = {}
         self._picks: dict[tuple[int, int], Index | None] = {}
         self._sorted: dict[int, tuple[Index, Index]] = {}
-        self._counts = [s.counts() for s in self.scopes]
+        maps = {id(rows): rows for scope in self.scopes for rows in scope.rows}
+        counts = {key: int(rows.max(initial=-1)) + 1 for key, rows in maps.items()}
+        self._counts = [tuple([counts[id(rows)] for rows in scope.rows]) for scope in self.scopes]
+        """Rows along each dim of each table."""
         self.steps: list[Step] = []
         self._plan(set(variables))
         self.width = max((len(s.scope.variables) for s in self.steps), default=0)
@@ -277,9 +276,11 @@ class Buckets:
 
     def _joined(self, maps: Sequence[Index]) -> Classes:
         """`join`, whose answers are kept: tables share their maps, and equal blocks those of their messages."""
-        key = tuple(map(id, maps))
+        apart = {id(rows): rows for rows in maps}
+        key = tuple(apart)
         if key not in self._joins:
-            self._joins[key] = maps, join(maps)
+            distinct = list(apart.values())
+            self._joins[key] = distinct, join(distinct)
         return self._joins[key][1]
 
     def _by_class(self, variable: int, joined: Classes | None) -> tuple[Index, Index]:
@@ -308,7 +309,7 @@ class Buckets:
         key = id(rows), id(members)
         if key not in self._picks:
             found = rows[members]
-            self._picks[key] = None if len(found) == count and (found == np.arange(count)).all() else found
+            self._picks[key] = None if len(found) == count and (found == _each(count)).all() else found
         return self._picks[key]
 
     def run(self, tables: Sequence[Table]) -> list[Table]:
