@@ -102,10 +102,13 @@ def shared_links(
     """
     topology = topology_graph(hardware, devices)
     chosen = patterns or {}
-    uses = {
-        name: link_use(topology, axis_groups(devices, size, stride), chosen.get(name, ring_gather))
-        for name, (size, stride) in axes.items()
+    sent = {name: (*axis, chosen.get(name, ring_gather)) for name, axis in axes.items()}
+    # Flows of one axis often send alike.
+    distinct = {
+        (size, stride, pattern): link_use(topology, axis_groups(devices, size, stride), pattern)
+        for size, stride, pattern in set(sent.values())
     }
+    uses = {name: distinct[alike] for name, alike in sent.items()}
     rates = {name: payload_rate(topology, use) for name, use in uses.items()}
     capacities = np.asarray(topology.capacities)
     widths = {name: _width(capacities, use) for name, use in uses.items()}
