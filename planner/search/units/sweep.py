@@ -118,13 +118,16 @@ def _price_rows(modes: tuple[int, ...]) -> tuple[FloatArray, FloatArray, FloatAr
     """Weights of all parts at each combination of prices and each mode: what is fixed, of bytes, and of elements."""
     prices = [(step, price, value) for step in STEP_WEIGHTS for price in MEMORY_PRICES for value in PARAMETER_PRICES]
     nothing = Weights(forward=0.0, backward=0.0)
+    by_step = {step: rows_of(Weights(step=step), modes) for step in STEP_WEIGHTS}
+    by_byte = {price: rows_of(replace(nothing, activation_byte=price), modes) for price in MEMORY_PRICES}
+    by_element = {
+        value: rows_of(replace(nothing, parameter_element=value, expert_element=value, frozen_element=value), modes)
+        for value in PARAMETER_PRICES
+    }
     rows = (
-        [rows_of(Weights(step=step), modes) for step, _, _ in prices],
-        [rows_of(replace(nothing, activation_byte=price), modes) for _, price, _ in prices],
-        [
-            rows_of(replace(nothing, parameter_element=value, expert_element=value, frozen_element=value), modes)
-            for _, _, value in prices
-        ],
+        [by_step[step] for step, _, _ in prices],
+        [by_byte[price] for _, price, _ in prices],
+        [by_element[value] for *_, value in prices],
     )
     fixed, kept_bytes, elements = (np.concatenate(row) for row in rows)
     return fixed, kept_bytes, elements
