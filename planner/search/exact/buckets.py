@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
+from itertools import groupby
 from math import prod
 
 import numpy as np
@@ -58,34 +59,51 @@ def _each(size: int) -> Index:
     return rows
 
 
-def classes(*tables: Table) -> tuple[Index, Index]:
-    """Group equal slices along the first dim of all `tables`: the class of each, and one member of each class.
+def classes(slices: Sequence[Sequence[Table]]) -> list[Classes]:
+    """Group equal slices along the first dim of each set of tables: the class of each, and one member of each class.
 
-    >>> classes(np.array([[1.0, 2.0], [0.0, 2.0], [1.0, 2.0]]))
-    (array([0, 1, 0]), array([0, 1]))
+    >>> classes([[np.array([[1.0, 2.0], [0.0, 2.0], [1.0, 2.0]])]])
+    [(array([0, 1, 0]), array([0, 1]))]
     """
-    if len(tables[0]) == 1:
-        return _each(1), _each(1)
-    rows = np.concatenate(tables, axis=1) if len(tables) > 1 else np.ascontiguousarray(tables[0])
-    rows = rows.view(np.uint64)
-    # Rows are told apart by a checksum, which is then checked.
-    found = _numbered((rows @ _factors(rows.shape[1])).tolist())
-    if not (rows == rows[found[1][found[0]]]).all():
-        return _numbered([row.tobytes() for row in rows])
+    rows = [np.concatenate(one, axis=1) if len(one) > 1 else np.ascontiguousarray(one[0]) for one in slices]
+    # Those of one length lie behind each other.
+    order = sorted(range(len(rows)), key=lambda n: rows[n].shape[1])
+    blocks = [
+        np.concatenate([rows[n] for n in alike]).view(np.uint64)
+        for _, alike in groupby(order, key=lambda n: rows[n].shape[1])
+    ]
+    starts = np.cumsum([0, *(len(rows[n]) for n in order)])
+    first = _first_equal(blocks, starts)
+    fresh = first == np.arange(len(first))
+    members = np.flatnonzero(fresh)
+    ends = members.searchsorted(starts)
+    numbers = members.searchsorted(first)
+    found: list[Classes] = [(numbers, members)] * len(rows)
+    for n, start, end, low, high in zip(order, starts[:-1], starts[1:], ends[:-1], ends[1:], strict=True):
+        found[n] = numbers[start:end] - low, members[low:high] - start
     return found
 
 
-def _numbered(keys: Sequence[Hashable]) -> tuple[Index, Index]:
-    """Number keys in the order of their first: the number of each, and where each number is first."""
-    seen: dict[Hashable, int] = {}
-    numbers: list[int] = []
-    first: list[int] = []
-    for place, key in enumerate(keys):
-        number = seen.setdefault(key, len(first))
-        if number == len(first):
-            first.append(place)
-        numbers.append(number)
-    return np.array(numbers, dtype=np.intp), np.array(first, dtype=np.intp)
+def _first_equal(blocks: Sequence[NDArray[np.uint64]], starts: Index) -> Index:
+    """The first row that each row equals among those from one of the `starts` to the next."""
+    if not blocks:
+        return np.zeros(0, dtype=np.intp)
+    sets = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    # Rows are told apart by a checksum, which is then checked.
+    sums = np.concatenate([block @ _factors(block.shape[1]) for block in blocks]) ^ _factors(len(starts))[sets]
+    _, places, inverse = np.unique(sums, return_index=True, return_inverse=True)
+    first: Index = places[inverse]
+    same = bool((sets[first] == sets).all())
+    low = 0
+    for block in blocks:
+        high = low + len(block)
+        same = same and bool((block == block[first[low:high] - low]).all())
+        low = high
+    if same:
+        return first
+    seen: dict[tuple[int, bytes], int] = {}
+    keys = zip(sets.tolist(), (row.tobytes() for block in blocks for row in block), strict=True)
+    return np.array([seen.setdefault(key, place) for place, key in enumerate(keys)], dtype=np.intp)
 
 
 @cache

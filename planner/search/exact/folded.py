@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from planner.search.exact.blocks import Block, Variables
-from planner.search.exact.buckets import MAX_TABLE, Buckets, Classes, Index, Scope, classes, plain, planned
+from planner.search.exact.buckets import MAX_TABLE, Buckets, Index, Scope, classes, plain, planned
 from planner.search.exact.elimination import Power, Table, TooWideError, min_plus_power
 from planner.search.exact.model import Model
 from planner.search.problem.solution import Assignment
@@ -53,9 +53,7 @@ class FoldedElimination:
         self.model = model
         self.sizes = model.sizes
         self._members: dict[Variables, tuple[Index, ...]] = {}
-        self._same: dict[bytes, Index] = {}
-        known: dict[object, tuple[Classes, Classes]] = {}
-        scopes = {scope: self._scope(scope, known) for scope in model.time}
+        scopes = self._scopes()
         parts = model.layout
         self.inner = [
             planned([scopes[s] for s in inside], self.sizes, block.inside)
@@ -77,20 +75,33 @@ class FoldedElimination:
         self.width = max([self.outer.width, *(b.width for b in self.inner)])
         self.largest = max([self.outer.largest, *(b.largest for b in self.inner)])
 
-    def _scope(self, scope: Variables, known: dict[object, tuple[Classes, Classes]]) -> Scope:
-        """Find the states that no table of seconds or bytes of two variables tells apart; equal tables are `known`."""
-        if len(scope) == 1:
-            self._members[scope] = (np.arange(self.sizes[scope[0]]),)
-            return plain(scope, self.sizes)
-        tables = [t[scope] for t in (self.model.time, self.model.memory) if scope in t]
-        key = (tables[0].shape, *(t.tobytes() for t in tables))
-        if key not in known:
-            known[key] = (classes(*tables), classes(*(t.T for t in tables)))
-        (rows, row_members), (columns, column_members) = known[key]
-        self._members[scope] = (row_members, column_members)
+    def _scopes(self) -> dict[Variables, Scope]:
+        """Find the states that no table of seconds or bytes of two variables tells apart; of equal tables once."""
+        kinds: dict[object, int] = {}
+        sides: list[list[Table]] = []
+        kind_of: dict[Variables, int] = {}
+        for scope in self.model.time:
+            if len(scope) == 2:
+                tables = [t[scope] for t in (self.model.time, self.model.memory) if scope in t]
+                key = (tables[0].shape, *(t.tobytes() for t in tables))
+                if key not in kinds:
+                    kinds[key] = len(sides)
+                    sides += [tables, [t.T for t in tables]]
+                kind_of[scope] = kinds[key]
+        found = classes(sides)
         # Equal rows are one object, so that what is made of them is made once.
-        rows, columns = (self._same.setdefault(each.tobytes(), each) for each in (rows, columns))
-        return Scope(scope, (rows, columns))
+        same: dict[bytes, Index] = {}
+        rows = [same.setdefault(numbers.tobytes(), numbers) for numbers, _ in found]
+        scopes: dict[Variables, Scope] = {}
+        for scope in self.model.time:
+            kind = kind_of.get(scope)
+            if kind is None:
+                self._members[scope] = (np.arange(self.sizes[scope[0]]),)
+                scopes[scope] = plain(scope, self.sizes)
+            else:
+                self._members[scope] = (found[kind][1], found[kind + 1][1])
+                scopes[scope] = Scope(scope, (rows[kind], rows[kind + 1]))
+        return scopes
 
     def _cost(self, scope: Variables, weights: Weights) -> Table:
         members = self._members[scope]

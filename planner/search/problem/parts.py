@@ -21,6 +21,7 @@ from planner.search.problem.variables import Decisions, Edge, Kind, Variable, ma
 from planner.sharding.inner_messages import inner_messages, message_bytes, summing, waiting_time
 from planner.sharding.placement import PARTIAL
 from planner.sharding.redistribution import placement_index
+from planner.sharding.rule_notation import InnerMessage
 from planner.work import cast_bytes, traffic_bytes, update_traffic
 from simulator.corrections import kernel_factor
 from simulator.kernels import has_shape_model, kernel_time, shaped_time
@@ -28,6 +29,8 @@ from simulator.program import SUMMED_CLASS, Kernel
 
 FloatArray = NDArray[np.float64]
 Scope = tuple[int, ...]
+Messages = Sequence[tuple[int, InnerMessage]]
+"""Collectives inside an operator, each with the number of the choice that sends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +50,20 @@ class Parts:
         self.setting = setting
         self._states = StatesOnMesh(graph, decisions, setting)
         self.sizes, self.names = self._states.sizes, self._states.names
+        self._prepared: bool | None = None
 
     def states(self, number: int) -> States:
         """States of one variable: a choice along each axis, as far as every dim divides."""
         return self._states.of(number)
 
-    def prepare(self, edges: Collection[Edge]) -> None:
-        """Time the messages of many tensors at once, and those that `handing_back` sends, of all stations."""
+    def prepare(self, *, moves: bool) -> None:
+        """Time the messages that `handing_back` sends, of all stations at once; with `moves` those of all edges too."""
+        if self._prepared in (True, moves):
+            return
+        self._prepared = moves
         gradients = (_gradient_of(variable) for variable in self.decisions.variables if variable.kind is Kind.STATION)
         tensors = [(gradient, False) for gradient in gradients if gradient is not None]
-        tensors += [(edge.tensor, self.fused(edge)) for edge in edges]
+        tensors += [(edge.tensor, self.fused(edge)) for edge in self.decisions.edges if moves]
         specs = [(self.graph.spec(tensor), fused) for tensor, fused in tensors]
         self.setting.costs.prepare([(len(spec.shape), spec.size_bytes, fused) for spec, fused in specs])
 
@@ -121,21 +128,21 @@ class Parts:
             wide = node.outputs[0].dtype
             cast_s = kernel_time(hardware, Kernel.ELEMENTWISE, wide, np.zeros_like(narrow), narrow)
             time = time + cast_s * self._factor(Kernel.ELEMENTWISE, wide)
-        inside = self._inside(states, position, node, shares, time)
+        messages = [(n, m) for n, c in enumerate(choices) for m in inner_messages(c.rules[position])]
+        inside = self._inside(states, messages, node, shares, time) if messages else np.zeros(len(states))
         return Seconds(time + inside, inside)
 
     def _inside(
-        self, states: States, position: int, node: Node, shares: Sequence[FloatArray], work_s: FloatArray
+        self, states: States, messages: Messages, node: Node, shares: Sequence[FloatArray], work_s: FloatArray
     ) -> FloatArray:
         """Seconds an operator waits for its inner collectives."""
         inside = np.zeros(len(states))
-        for number, choice in enumerate(states.variable.choices):
-            for message in inner_messages(choice.rules[position]):
-                for axis, size in enumerate(self.sizes):
-                    payload = message_bytes(self.graph, node, message, shares, size)
-                    sent = self.setting.costs.message_time(message.collective, axis, np.maximum(payload, 1.0))
-                    chosen = (states.choice[axis] == number) & (payload > 0)
-                    inside += np.where(chosen, waiting_time(message, size, sent, work_s), 0.0)
+        for number, message in messages:
+            for axis, size in enumerate(self.sizes):
+                payload = message_bytes(self.graph, node, message, shares, size)
+                sent = self.setting.costs.message_time(message.collective, axis, np.maximum(payload, 1.0))
+                chosen = (states.choice[axis] == number) & (payload > 0)
+                inside += np.where(chosen, waiting_time(message, size, sent, work_s), 0.0)
         return inside
 
     def _factor(self, kernel: Kernel, dtype: str) -> float:

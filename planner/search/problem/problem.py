@@ -57,7 +57,7 @@ class Problem:
         self.decisions = decisions
         self.setting = setting
         self.parts = parts or Parts(graph, decisions, setting)
-        self.parts.prepare(())
+        self.parts.prepare(moves=False)
         self.sizes = self.parts.sizes
         self.states = tuple(self.parts.states(number) for number in range(len(decisions.variables)))
         alike = {s.kind: s for s in self.states}
@@ -136,7 +136,7 @@ class Problem:
 
     @cached_property
     def _tables(self) -> tuple[tuple[Cost, ...], dict[tuple[int, int], Cost]]:
-        self.parts.prepare(self.decisions.edges)
+        self.parts.prepare(moves=True)
         pairs = self._pairs()
         return self._with_saved(pairs), pairs
 

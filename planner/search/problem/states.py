@@ -60,7 +60,7 @@ class States:
     """The states of a variable: ``choice[a, s]`` is the choice along mesh axis a in state s.
 
     ``known`` is what was worked out of them, by name, and ``placed`` where their tensors lie; variables that are alike
-    (number ``kind``) share both, meshes with the same states the second.
+    (number ``kind``) share both, those that are cut alike, on any mesh, the second.
     """
 
     variable: Variable
@@ -122,24 +122,34 @@ class StatesOnMesh:
         return self._made[number]
 
     def _known_choices(self, variable: Variable, kind: int) -> tuple[NDArray[np.int64], Placed]:
-        """`_choices`, found once for all meshes whose axes divide the same dims, and what is known of placements."""
+        """`_choices` and what is known of placements, found once for what is cut and divides alike, on any mesh."""
         setting = self.setting
         known: dict[tuple[object, ...], Any] = self.decisions.states
         if setting.context:
             return self._choices(variable, self._ports(variable)), {}
         if ("ports", kind) not in known:
-            known["ports", kind] = self._ports(variable)
-        ports: Ports = known["ports", kind]
+            ports = self._ports(variable)
+            known["ports", kind] = ports, known.setdefault(("cut", self._cuts(variable, ports)), kind)
+        ports, cut_alike = known["ports", kind]
+        if "expert" in self.names or setting.expert_cut != "any":
+            cut_alike = kind  # what experts hold is told by its extents
         asked = (
             setting.storage, setting.batch_only, setting.batch_axes, setting.free_axes, setting.experts_stay,
             setting.expert_cut,
         )  # fmt: skip
         divided = tuple([self._divided(tensor) for tensor, *_ in ports[0]])
-        key = (kind, self.names, asked, 1 in self.sizes and self.sizes, divided)
+        key = (cut_alike, self.names, asked, 1 in self.sizes and self.sizes, divided)
         if key not in known:
             known[key] = (self._choices(variable, ports), {})
         found: tuple[NDArray[np.int64], Placed] = known[key]
         return found
+
+    def _cuts(self, variable: Variable, ports: Ports) -> tuple[object, ...]:
+        """What the choices of a variable cut, whatever its operators and the extents of its tensors are."""
+        tensors, places = ports
+        own = variable.places[0].get(TensorRef(variable.nodes[0])) if variable.nodes else None
+        cut = tuple((reads, self.graph.spec(tensor).batch_dims) for tensor, reads, _ in tensors)
+        return variable.kind, own, cut, places.tobytes()
 
     def _divided(self, tensor: TensorRef) -> tuple[bool, ...]:
         """Whether each dim of a tensor divides by the product of any of the axes."""
@@ -161,10 +171,8 @@ class StatesOnMesh:
         if len(axes) == 1:
             return (wanted[0] if len(wanted[0]) else np.flatnonzero(fits[0]))[None, :]
         for kept in (wanted, [np.flatnonzero(f) for f in fits]):
-            choice = np.zeros((0, 1), dtype=np.int64)
-            for allowed in kept:
-                old = np.repeat(choice, len(allowed), axis=1)
-                choice = np.vstack((old, np.tile(allowed, choice.shape[1])))
+            grid = np.indices([len(allowed) for allowed in kept]).reshape(len(kept), -1)
+            choice = np.array([allowed[place] for allowed, place in zip(kept, grid, strict=True)], dtype=np.int64)
             divides = self._divides(tensors, places, choice)
             if divides.any():
                 break

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import Node
-from planner.search.problem.parts import FloatArray, Parts, Seconds
+from planner.search.problem.parts import FloatArray, Messages, Parts, Seconds
 from planner.search.problem.states import States
 from planner.search.problem.variables import Kind
 
@@ -21,7 +21,7 @@ def time_together(meshes: Sequence[Parts]) -> None:
     """
     for parts in meshes:
         # Most of them will be asked for their messages, in few calls.
-        parts.prepare(parts.decisions.edges)
+        parts.prepare(moves=True)
     kinds = dict.fromkeys(states.kind for states in map(meshes[0].states, range(len(meshes[0].decisions.variables))))
     for number in kinds:
         _Abreast(meshes, number).time()
@@ -69,11 +69,11 @@ class _Abreast(Parts):
         return self.sizes_of_states
 
     def _inside(
-        self, states: States, position: int, node: Node, shares: Sequence[FloatArray], work_s: FloatArray
+        self, states: States, messages: Messages, node: Node, shares: Sequence[FloatArray], work_s: FloatArray
     ) -> FloatArray:
         """Messages are those of each mesh."""
         found = [
-            parts._inside(mine, position, node, [share[own] for share in shares], work_s[own])
+            parts._inside(mine, messages, node, [share[own] for share in shares], work_s[own])
             for parts, mine, own in zip(self.meshes, self.each, self.slices, strict=True)
         ]
         return np.concatenate(found)

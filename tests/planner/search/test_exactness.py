@@ -13,11 +13,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.search.dynamic_programming import solve
+from planner.search.exact import buckets
 from planner.search.exact.elimination import min_plus_power
 from planner.search.problem.problem import Cost, Problem
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost, totals
 
 Edges = set[tuple[int, int]]
+
+
+@pytest.mark.parametrize("told_apart", [True, False])
+def test_classes_of_many_tables_are_those_of_their_equal_rows(
+    told_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where checksums of rows that differ are the same."""
+    if not told_apart:
+        monkeypatch.setattr(buckets, "_factors", lambda count: np.zeros(count, dtype=np.uint64))
+    random = np.random.default_rng(3)
+    shapes = [(7, 2), (1, 3), (5, 1), (6, 2), (9, 3), (4, 1)]
+    slices = [[random.integers(0, 2, shape).astype(float) for _ in range(1 + n % 2)] for n, shape in enumerate(shapes)]
+    slices.append([np.array([[1.0, np.inf], [0.0, np.inf]]).T])
+    for tables, (found, members) in zip(slices, buckets.classes(slices), strict=True):
+        rows = [tuple(row) for row in np.concatenate(tables, axis=1)]
+        first = list(dict.fromkeys(rows))
+        assert found.tolist() == [first.index(row) for row in rows]
+        assert members.tolist() == [rows.index(row) for row in first]
+    assert buckets.classes([]) == []
 
 
 def tree(count: int, random: np.random.Generator) -> Edges:

@@ -14,6 +14,7 @@ from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Problem, Setting
+from planner.search.problem.states import StatesOnMesh
 from planner.search.problem.together import time_together
 from planner.search.problem.variables import Decisions, Kind, decisions
 from planner.sharding.placement import Mesh, MeshAxis
@@ -62,6 +63,26 @@ def test_meshes_that_are_timed_together_take_what_each_takes_alone(gpt: tuple[Op
         for mine, theirs in zip(found.unary, alone.unary, strict=True):
             assert np.array_equal(mine.time, theirs.time)
             assert np.array_equal(mine.memory, theirs.memory)
+
+
+@pytest.mark.parametrize(("data", "tensor", "shared"), [(2, 2, True), (32, 2, False), (2, 32, False), (3, 4, True)])
+def test_variables_that_are_cut_alike_have_the_states_they_would_have_alone(
+    data: int, tensor: int, shared: bool
+) -> None:
+    """Of the layers of a network with widths of 784, 1000 and 10 some divide by so many ranks, and some do not."""
+    graph = at_batch(load_network("zoo:mlp").capture(), 96)
+    made, counted = decisions(graph), set[int]()
+    mesh = Mesh((MeshAxis("data", data), MeshAxis("tensor", tensor)))
+    costs = MeshCosts(load_profile("dgx-a100"), mesh, 25 * 2**20)
+    states = StatesOnMesh(graph, made, replace(setting(), costs=costs))
+    for number, variable in enumerate(made.variables):
+        found = states.of(number)
+        assert np.array_equal(found.choice, states._choices(variable, states._ports(variable)))
+        for tensors, reads in ((variable.read, True), (variable.written, False)):
+            for tensor, placed in tensors.items():
+                assert np.array_equal(found.placements(tensor, reads=reads), placed[found.choice])
+        counted.add(id(found.choice))
+    assert (len(counted) < len(set(made.alike))) == shared
 
 
 def test_the_work_alone_is_less_than_the_fastest_plan(gpt: tuple[OperatorGraph, Decisions]) -> None:
