@@ -37,6 +37,7 @@ from planner.search.configurations.bounds import (
 from planner.search.configurations.explored import Explored, Placed, Unfit
 from planner.search.configurations.least_states import LeastStates, least_states_of
 from planner.search.configurations.limits import (
+    ALIKE,
     IDEALISED,
     NAMED,
     NEAR,
@@ -336,9 +337,10 @@ class _Search(Agenda):
             self._offload(max(bound, timed - node.gain_s), stored)
 
     def _time_together(self, bound: float, node: Node) -> None:
-        """Make the task of a storage, and those of siblings that may be the best and so will be timed as well."""
-        limit_s = self.best * (1 - PROOF)
-        nodes = [node, *(one for least, one in node.siblings if one.waits and one.task is None and least < limit_s)]
+        """Make the task of a storage, and those of siblings that will be timed as well: near it, or maybe the best."""
+        limit_s = max(self.best * (1 - PROOF), bound * ALIKE)
+        siblings = (one for least, one in node.siblings if least < limit_s and one.task is None)
+        nodes = [node, *(one for one in siblings if one is not node)]
         tasks = self.model.tasks(self._table(node.configuration), [one.configuration for one in nodes])
         chains = chains_s(tasks) if bound < self.best * NEAR else [None] * len(tasks)
         for one, task, chain_s in zip(nodes, tasks, chains, strict=True):

@@ -24,6 +24,8 @@ IDEALISED = 4
 """How many times as much a bound counts that partitions units which cannot be divided."""
 NEAR = 1.3
 """Alternatives are looked for up to so many times the best objective."""
+ALIKE = 1.01
+"""Storages of one configuration whose bounds lie that near one another are timed together."""
 OTHERS = 500
 """Nodes that are opened for them at most where enough plans are there that differ less."""
 NAMED = 32
