@@ -124,11 +124,11 @@ def states_bounds(
     tables: StageTables,
     configuration: Configuration,
     states: LeastStates,
-    passes: float | FloatArray = 0.0,
+    passes: float = 0.0,
 ) -> FloatArray:
     """(storages,) `whole_bound` with what states take in each of several storages, and what passes keep beside them.
 
-    ``passes`` is another bound, of all or (storages,), but for what the last message of gradients takes.
+    ``passes`` is another bound, but for what the last message of gradients takes.
     """
     c, ahead = configuration, computed_ahead(extent, configuration)
     summed = c.data > 1 and tables.decisions.sums_over_batch
@@ -138,7 +138,7 @@ def states_bounds(
         even[size] = even_bound(c, _passes_s(model, tables, each, tables.least.whole_s, least=False), ahead)
     passes_s = np.array([even[size] for size in shared]) + states.again_s(model, tables, c)
     stored = np.maximum(passes_s, even_bound(c, extent.launch_s, ahead)) + states.whole_s / c.pipeline
-    return np.asarray(np.maximum(stored, passes) + states.last_s(model, c))
+    return np.maximum(stored, passes) + states.last_s(model, c)
 
 
 def _passes_s(model: StepModel, tables: StageTables, c: Configuration, least_s: float, *, least: bool = True) -> float:

@@ -184,7 +184,7 @@ class _Search(Agenda):
         elif node.stage is Stage.CHAINED:
             self._chain(bound, node)
         elif node.stage is Stage.WHOLE:
-            self._store(bound, self._storages(node.configuration), node.passes)
+            self._store(bound, self._storages(node.configuration), node.least_s)
         elif node.stage is Stage.STORAGE:
             self._time(bound, node)
         else:
@@ -234,6 +234,10 @@ class _Search(Agenda):
             if (states := self._least_states(tables, placed)) is None:
                 return
             least_s = states.once_s.min(axis=0)
+        elif sum(tables.counts) <= VERY_SHORT:
+            # To bound its chain takes no longer and says more.
+            self._states(bound, placed)
+            return
         least = passes_bound(self.extent, self.model, tables, placed, least_s)
         self.push(max(bound, least), Node(Stage.STATES, placed))
 
@@ -242,17 +246,18 @@ class _Search(Agenda):
         tables = self._table(placed)
         if (states := self._least_states(tables, placed)) is not None:
             behind = Stage.CHAINED if unlike(tables.counts, placed.pipeline * placed.virtual) else Stage.WHOLE
-            least = float(states_bounds(self.extent, self.model, tables, placed, states, bound).min())
-            self.push(least, Node(behind, placed, passes=bound))
+            least_s = states_bounds(self.extent, self.model, tables, placed, states, bound)
+            self.push(float(least_s.min()), Node(behind, placed, least_s=least_s))
 
     def _chain(self, bound: float, node: Node) -> None:
         """Bound each storage by passes between the boundary states of units."""
         placed, tables = node.configuration, self._table(node.configuration)
         states = self._least_states(tables, placed)
         assert states is not None  # it has been bounded with them
-        passes = np.maximum(node.passes, chained_bound(self.extent, self.model, tables, placed, states))
-        least = float((passes + states.last_s(self.model, placed)).min())
-        self.push(max(bound, least), Node(Stage.WHOLE, placed, passes=passes))
+        assert node.least_s is not None
+        chained_s = chained_bound(self.extent, self.model, tables, placed, states) + states.last_s(self.model, placed)
+        least_s = np.maximum(node.least_s, chained_s)
+        self.push(max(bound, float(least_s.min())), Node(Stage.WHOLE, placed, least_s=least_s))
 
     def _least_states(self, tables: StageTables, placed: Configuration) -> LeastStates | None:
         """What states take at least in each storage that all ranks together have room for; None where there is none."""
@@ -290,14 +295,15 @@ class _Search(Agenda):
         assert tables is not None  # its order was opened
         return tables
 
-    def _store(self, bound: float, ways: list[Configuration], passes: float | FloatArray = 0.0) -> None:
+    def _store(self, bound: float, ways: list[Configuration], least_s: FloatArray | None = None) -> None:
         """Leave storages out where all ranks together do not hold what stands through the step."""
         if not ways:
             return  # pins leave none
         tables, siblings = self._table(ways[0]), list[tuple[float, Node]]()
         states = self._least_states(tables, ways[0])
         assert states is not None  # it has been bounded with them
-        least_s = states_bounds(self.extent, self.model, tables, ways[0], states, passes)
+        if least_s is None:
+            least_s = states_bounds(self.extent, self.model, tables, ways[0], states)
         for c, held in zip(ways, self._standing(ways), strict=True):
             if held > c.pipeline * self.model.room_bytes(c):
                 self.result.opened += 1

@@ -55,9 +55,9 @@ OPTIMISM = {
 class Node:
     """A configuration, or several orders of its axes, that wait to be opened; ``key`` numbers its table of labels.
 
-    ``passes`` bounds it in every way to store its states, or in each, but for the last message of gradients. With
-    ``gain_s`` it stands for the same with states on the host as well, which may take so much less. ``siblings`` are it
-    and those that are stored in other ways, with their bounds: they are timed together, ``chain_s`` as a chain.
+    ``least_s`` bounds it in each of its `LeastStates`. With ``gain_s`` it stands for the same with states on the host
+    as well, which may take so much less. ``siblings`` are it and those that are stored in other ways, with their
+    bounds: they are timed together, ``chain_s`` as a chain.
     """
 
     stage: Stage
@@ -66,7 +66,7 @@ class Node:
     placed: Placed | None = None
     width: int = WIDTH
     others: tuple[Configuration, ...] = ()
-    passes: float | FloatArray = 0.0
+    least_s: FloatArray | None = None
     gain_s: float = 0.0
     chain_s: float | None = None
     siblings: list[tuple[float, Node]] = field(default_factory=list)
