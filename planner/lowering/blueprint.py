@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,6 +72,34 @@ class Visit(NamedTuple):
 
     events: Sequence[Block | Event]
     unit: int
+
+
+class Stretch(NamedTuple):
+    """Visits of equal layers one behind the other, or one before the other."""
+
+    events: Sequence[Block | Event]
+    units: Sequence[int]
+
+
+def stretches(visits: Iterable[Visit]) -> Iterator[Stretch]:
+    """Put visits of equal layers together.
+
+    >>> events = [Block(0, 9)]
+    >>> [stretch.units for stretch in stretches([Visit(events, unit) for unit in (1, 2, 3, 9, 8)])]
+    [[1, 2, 3], [9, 8]]
+    """
+    events: Sequence[Block | Event] = ()
+    units: list[int] = []
+    for visit in visits:
+        steps = (units[1] - units[0],) if len(units) > 1 else (1, -1)
+        if units and visit.events is events and visit.unit - units[-1] in steps:
+            units.append(visit.unit)
+            continue
+        if units:
+            yield Stretch(events, units)
+        events, units = visit.events, [visit.unit]
+    if units:
+        yield Stretch(events, units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +172,7 @@ class Blueprint:
         for index in source.stored:
             for name in stored_values(source, index):
                 self.value(name, self.owners[index])
-        self.script = tuple(self._script(passes_of(source)))
+        self.script = tuple(stretches(self._script(passes_of(source))))
 
     def with_messages(self, bucket_bytes: int) -> Blueprint:
         """The same micro-batch, to be gone on with in messages of another size: what is added to one, the other lacks.

@@ -59,10 +59,15 @@ class SegmentWriter(RunWriter):
         batch = MicroBatch(self.order, self.persistent, self.synchronised, self.buckets, self.pending)
         visits = Visits(batch, self._visit, lambda kind: self._by_unit(kind[0]))
         ahead = [items for items in (self.gathers, self.fetches) if items.items]
-        for visit in self.blueprint.script:
-            visits.add(visit, tuple([items.around(visit) for items in ahead]))
-            for items in ahead:
-                items.passed += items.count(visit)
+        for stretch in self.blueprint.script:
+            events, units = stretch
+            if not any(items.count(events) for items in ahead):
+                visits.add_all(stretch)
+                continue
+            for unit in units:
+                visits.add(Visit(events, unit), tuple([items.around(Visit(events, unit)) for items in ahead]))
+                for items in ahead:
+                    items.passed += items.count(events)
         visits.restore()
         while self.pending:
             self._flush(next(iter(self.pending)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
+from math import ceil
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from planner.lowering.blueprint import Block, Event, Visit
+from planner.lowering.blueprint import Block, Event, Stretch, Visit
 from planner.lowering.travelling import Entry, Kind, Pending
 from simulator.task_table import IntArray
 
@@ -21,23 +23,24 @@ _ORDER, _PERSISTENT, _GRADIENT = np.array([0, 0, 1]), np.array([0, 1]), np.array
 class Ahead(Generic[T]):
     """What a script has of one kind of item, in order, with the units, and how much of it has been passed."""
 
-    def __init__(self, script: Sequence[Visit], kind: type[T]) -> None:
+    def __init__(self, script: Sequence[Stretch], kind: type[T]) -> None:
         self.items: list[tuple[T, int]] = []
         self.passed = 0
         self._of: dict[int, list[T]] = {}
-        for events, unit in script:
+        for events, units in script:
             if id(events) not in self._of:
                 items = [event.item for event in events if isinstance(event, Event)]
                 self._of[id(events)] = [item for item in items if isinstance(item, kind)]
-            self.items += [(item, unit) for item in self._of[id(events)]]
+            if self._of[id(events)]:
+                self.items += [(item, unit) for unit in units for item in self._of[id(events)]]
 
-    def count(self, visit: Visit) -> int:
-        """How many a visit has."""
-        return len(self._of[id(visit.events)])
+    def count(self, events: Sequence[Block | Event]) -> int:
+        """How many there are of the events of a visit."""
+        return len(self._of[id(events)])
 
     def around(self, visit: Visit) -> tuple[object, ...]:
         """What the next visit has, with what is before and behind that; units count from its own."""
-        count, begin = self.count(visit), self.passed
+        count, begin = self.count(visit.events), self.passed
         if not count:
             return ()
         found = self.items[max(begin - 1, 0) : begin + count + 1]
@@ -110,19 +113,84 @@ class Visits:
         self._numbers: dict[object, int] = {}
         self._known: dict[object, list[_Added]] = {}
 
-    def add(self, visit: Visit, around: object) -> None:
+    def add_all(self, stretch: Stretch) -> None:
+        """Add visits that have nothing around them.
+
+        From where they find again what earlier ones found, as far from their units, the rest is added at once.
+        """
+        events, units = stretch
+        if len(events) == 1 and isinstance(events[0], Block):
+            self.batch.order.frombytes(_tiled(np.array([(*events[0], 0)]), _ORDER, np.array(units)).tobytes())
+            return
+        done: list[_Added] = []
+        emptied: set[Kind] = set()
+        begins: dict[object, int] = {}
+        while len(done) < len(units):
+            place = len(done)
+            found = self._finds(emptied, units[place])
+            if found in begins:
+                period, begun = done[begins[found] :], units[begins[found] : place]
+                times = self._times(period, emptied, (len(units) - place) // len(period))
+                if times:
+                    self._go_on(period, begun, units[place : place + times * len(period)], emptied)
+                    done += period * times
+                    continue
+            begins[found] = place
+            done.append(self.add(Visit(events, units[place]), ()))
+            emptied.update([change.kind for change in done[-1].changes if change.empties])
+
+    def add(self, visit: Visit, around: object) -> _Added:
         """Add one more visit."""
         events, unit = visit
-        if len(events) == 1 and isinstance(events[0], Block):
-            self.batch.order.extend((*events[0], unit))
-            return
         # Legs, kinds and events are kept, so that their identities stay theirs.
         known = self._known.setdefault((id(events), around, len(self._held)), [])
         for added in known:
             if all(self._fits(change, unit) for change in added.changes):
                 self._repeat(added, unit)
-                return
+                return added
         known.append(self._written(visit))
+        return known[-1]
+
+    def _finds(self, emptied: Collection[Kind], unit: int) -> tuple[object, ...]:
+        """What decides what visits do that empty some buckets: what is in these, and whether anything is in others."""
+        found = [self._found(held, unit) if kind in emptied else held.number == 0 for kind, held in self._held.items()]
+        return tuple(found)
+
+    def _times(self, period: Sequence[_Added], emptied: Collection[Kind], most: int) -> int:
+        """How often visits may come again, at most so often, before a bucket is full that they do not empty."""
+        growing: dict[Kind, list[_Change]] = {}
+        for change in (change for added in period for change in added.changes if change.kind not in emptied):
+            growing.setdefault(change.kind, []).append(change)
+        for kind, changes in growing.items():
+            held, bucket = self._held[kind], self._held[kind].bucket
+            more = (sum(change.left_bytes for change in changes), sum(len(change.left) for change in changes))
+            room = (bucket.full_bytes - bucket.size_bytes, bucket.most - held.count)
+            for adds, free in zip(more, room, strict=True):
+                most = most if most * adds < free else ceil(free / adds) - 1
+        return most
+
+    def _go_on(
+        self, period: Sequence[_Added], begun: Sequence[int], units: Sequence[int], emptied: Collection[Kind]
+    ) -> None:
+        """Repeat for more units what a period of visits, those of units `begun`, has added again and again."""
+        starts = np.array(units[:: len(period)])
+        apart = [unit - begun[0] for unit in begun]
+        for listed, rows, place in (
+            (self.batch.order, [added.order for added in period], _ORDER),
+            (self.batch.persistent, [added.persistent for added in period], _PERSISTENT),
+            (self.batch.synchronised, [added.synchronised for added in period], _GRADIENT),
+        ):
+            one = np.concatenate([row + unit * place for row, unit in zip(rows, apart, strict=True)])
+            listed.frombytes(_tiled(one, place, starts).tobytes())
+        by = units[-1] - begun[-1]
+        for held in (self._held[kind] for kind in emptied):
+            held.unit += by
+            held.to_come = [(entries, unit + by) for entries, unit in held.to_come]
+            held.bucket.entries = _moved(held.bucket.entries, by)
+        for unit, added in zip(units, cycle(period), strict=False):
+            for change in added.changes:
+                if change.kind not in emptied:
+                    self._leave(change, unit)
 
     def restore(self) -> None:
         """Put into buckets what visits have left there."""
@@ -205,16 +273,20 @@ class Visits:
         batch.synchronised.frombytes((added.synchronised + unit * _GRADIENT).tobytes())
         for change in added.changes:
             held = self._held[change.kind]
-            bucket = held.bucket
             if change.empties:
-                bucket.emptied()
+                held.bucket.emptied()
                 held.to_come.clear()
                 batch.pending.pop(change.kind, None)
-            self._note(held, change, unit)
-            bucket.size_bytes += change.left_bytes
-            if change.left:
-                held.to_come.append((change.left, unit))
-                batch.pending.setdefault(change.kind, bucket)
+            self._leave(change, unit)
+
+    def _leave(self, change: _Change, unit: int) -> None:
+        """Leave in a bucket what a visit does."""
+        held = self._held[change.kind]
+        self._note(held, change, unit)
+        held.bucket.size_bytes += change.left_bytes
+        if change.left:
+            held.to_come.append((change.left, unit))
+            self.batch.pending.setdefault(change.kind, held.bucket)
 
 
 def _moved(entries: Sequence[Entry], by: int) -> list[Entry]:
@@ -224,3 +296,9 @@ def _moved(entries: Sequence[Entry], by: int) -> list[Entry]:
 def _rows(listed: array[int], place: IntArray, by: int) -> IntArray:
     """Rows of what is listed, with units moved; `place` is 1 where a row has its unit."""
     return np.array(listed, dtype=np.int64).reshape(-1, len(place)) + by * place
+
+
+def _tiled(rows: IntArray, place: IntArray, units: IntArray) -> IntArray:
+    """Rows once for each of `units`, from which theirs count."""
+    found: IntArray = (rows + units[:, None, None] * place).reshape(-1, len(place))
+    return found

@@ -18,6 +18,7 @@ from planner.lowering.blueprint import Visit
 from planner.lowering.copies import UnalikeError
 from planner.lowering.representatives import representatives
 from planner.lowering.segment import SegmentWriter
+from planner.lowering.visits import Visits
 from planner.prediction import predict, predict_plan
 from planner.strategy.plan import LayerRules, Plan, RecomputeRange, expanded_rules
 from simulator.columns import Changes, ProgramColumns, SegmentColumns, columns
@@ -147,6 +148,32 @@ def test_visits_of_equal_layers_are_repeated(bucket: int, layers: int, monkeypat
     assert len(visits) < 24
     if layers == 16:
         assert_same(found, whole(plan, graph))
+
+
+@pytest.mark.parametrize(("tensor", "bucket"), [(1, 2**17), (1, 2**25), (2, 2**14), (2, 2**18), (2, 2**25)])
+def test_visits_that_come_again_are_added_at_once(tensor: int, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = (("data", 2), ("tensor", tensor))[:tensor]
+    plan = one_stage("gpt2-tiny", LAYERS, axes, storage="sharded")
+    (part,) = plan.layers
+    graph, plan = deepened(GRAPH, 48), replace(plan, layers=(replace(part, last=47),), bucket_bytes=bucket)
+    alone: list[int] = []
+    add = Visits.add
+
+    def counted(visits: Visits, visit: Visit, around: object) -> object:
+        alone.append(visit.unit)
+        return add(visits, visit, around)
+
+    monkeypatch.setattr(Visits, "add", counted)
+    found, few = step.lowered_step(plan, graph), len(alone)
+    monkeypatch.setattr(Visits, "_times", lambda *_: 0)
+    expected = step.lowered_step(plan, graph)
+    assert len(alone) - few > few
+    for ours, theirs in zip(found.segments, expected.segments, strict=True):
+        assert [ours.tasks[number] for number in ours.which] == [theirs.tasks[number] for number in theirs.which]
+        assert np.array_equal(ours.dependencies, theirs.dependencies)
+        assert np.array_equal(ours.dependency_offsets, theirs.dependency_offsets)
+        for column in ("row", "sign", "buffer", "size_bytes", "kind"):
+            assert np.array_equal(getattr(ours.changes, column), getattr(theirs.changes, column))
 
 
 def test_a_network_whose_layers_share_more_is_lowered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
