@@ -45,7 +45,8 @@ class Operators:
 
     def __post_init__(self) -> None:
         count = len(self.seconds)
-        if not count or not (np.isfinite(self.seconds) & (self.seconds >= 0)).all():
+        # A time that is no number fails both comparisons.
+        if not count or not (self.seconds.min() >= 0 and self.seconds.max() < np.inf):
             raise InputError("A pass needs operators, all with a finite time of at least 0: correct their seconds")
         streams = self.communication
         if len(streams) != count or streams.min() < 0 or streams.max() >= STREAMS:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,11 +21,11 @@ class TaskTimes:
         self.seconds, self.slowing = seconds.tolist(), slowing.tolist()
         self._known: dict[int, tuple[list[int], float, float]] = {}
 
-    def of(self, draft: Draft) -> FloatArray:
-        """(2, operators) of both."""
+    def of(self, operators: Iterable[list[int]]) -> FloatArray:
+        """(2, operators) of both, of operators that run these tasks."""
         known, seconds, slowing = self._known, self.seconds, self.slowing
         found = []
-        for numbers in draft.tasks:
+        for numbers in operators:
             # Operators of equal layers share their lists.
             one = known.get(id(numbers))
             if one is None:
@@ -39,48 +40,65 @@ def reports(tasks: Sequence[Task]) -> frozenset[int]:
     return frozenset(n for n, task in enumerate(tasks) if task.collective is not None and task.launched_with < 0)
 
 
-def pass_operators(draft: Draft, times: TaskTimes, pairs: bool, beside: frozenset[int]) -> Operators:
-    """Times of the operators of a pass; what messages that may hide take from kernels stands before each among them.
+def pass_operators(drafts: Sequence[Draft], times: TaskTimes, pairs: bool, beside: frozenset[int]) -> list[Operators]:
+    """Times of the operators of passes; what messages that may hide take from kernels stands before each among them.
 
     A rank with kernels to run loses that much, whichever they are, and one that waits for the message loses nothing.
     No pass waits for the messages in ``beside``: they travel beside, unless what passes wait for does so as well.
     """
-    streams = np.array(draft.stream)
-    if beside and not (streams == BESIDE).any():
-        hides = [
-            stream == MESSAGES and beside.issuperset(tasks)
-            for stream, tasks in zip(draft.stream, draft.tasks, strict=True)
-        ]
-        streams[hides] = BESIDE
-    taken, lost = times.of(draft)
-    waits, after = np.array(draft.waits), np.array(draft.after, dtype=np.int64)
-    slows = (lost > 0) & (streams != KERNELS) & (pairs | _may_hide(streams, waits, after))
-    place = np.arange(len(streams)) + np.cumsum(slows)
-    size = len(streams) + int(slows.sum())
+    # One array for all passes, cut at the end.
+    begins = np.cumsum([0, *(len(draft.stream) for draft in drafts)])
+    sizes = np.diff(begins)
+    streams = np.array([stream for draft in drafts for stream in _streams(draft, beside)])
+    waits = np.array([count for draft in drafts for count in draft.waits])
+    after = np.array([start + n for start, d in zip(begins.tolist(), drafts, strict=False) for n in d.after], np.int64)
+    taken, lost = times.of(tasks for draft in drafts for tasks in draft.tasks)
+    slows = (lost > 0) & (streams != KERNELS)
+    if not pairs:
+        slows &= _may_hide(streams, waits, after, np.repeat(begins[1:], sizes))
+    added = np.concatenate(([0], np.cumsum(slows)))
+    place = np.arange(len(streams)) + added[1:]
+    size = len(streams) + int(added[-1])
     rows, kind = np.zeros(size, dtype=np.int64), np.full(size, KERNELS, dtype=np.int64)
     lasts, ahead = np.zeros(size), np.zeros(size, dtype=np.bool_)
-    rows[place], kind[place], lasts[place], ahead[place] = waits, streams, taken, draft.ahead
+    rows[place], kind[place], lasts[place] = waits, streams, taken
+    ahead[place] = [one for draft in drafts for one in draft.ahead]
     before = place[slows] - 1
     lasts[before], ahead[before] = lost[slows], ahead[before + 1]
-    return Operators(
-        seconds=lasts,
-        communication=kind,
-        dependency_offsets=np.concatenate(([0], np.cumsum(rows))).astype(np.int64),
-        dependencies=place[after].astype(np.int64),
-        ahead=ahead,
-        output=int(place[draft.output]),
-    )
+    offsets, dependencies = np.concatenate(([0], np.cumsum(rows))), place[after]
+    outputs = place[begins[:-1] + [draft.output for draft in drafts]].tolist()
+    return [
+        Operators(
+            seconds=lasts[first:last],
+            communication=kind[first:last],
+            dependency_offsets=offsets[first : last + 1] - offsets[first],
+            dependencies=dependencies[offsets[first] : offsets[last]] - first,
+            ahead=ahead[first:last],
+            output=output - first,
+        )
+        for (first, last), output in zip(pairwise((begins + added[begins]).tolist()), outputs, strict=True)
+    ]
 
 
-def _may_hide(streams: IntArray, waits: IntArray, after: IntArray) -> BoolArray:
+def _streams(draft: Draft, beside: frozenset[int]) -> Sequence[int]:
+    if not beside or BESIDE in draft.stream:
+        return draft.stream
+    return [
+        BESIDE if stream == MESSAGES and beside.issuperset(tasks) else stream
+        for stream, tasks in zip(draft.stream, draft.tasks, strict=True)
+    ]
+
+
+def _may_hide(streams: IntArray, waits: IntArray, after: IntArray, ends: IntArray) -> BoolArray:
     """(operators,) whether kernels run beside each, if it is a message: the next of the pass does not wait for it.
 
-    Messages that a pass waits for travel in their order; behind the other pass of a pair hides any.
+    Messages that a pass waits for travel in their order; behind the other pass of a pair hides any. A pass ends before
+    the operator that `ends` (operators,) says.
     """
-    numbers = np.arange(len(streams))
-    awaited = np.full(len(streams) + 1, -1)
+    size = len(streams)
+    numbers, awaited = np.arange(size), np.full(size + 1, -1)
     rows, sent = np.repeat(numbers, waits), streams[after] == MESSAGES
     np.maximum.at(awaited, rows[sent], after[sent])
-    following = np.minimum.accumulate(np.where(streams == KERNELS, numbers, len(streams))[::-1])[::-1]
-    hides: BoolArray = (streams == BESIDE) | (awaited[following] < numbers)
+    following = np.minimum.accumulate(np.where(streams == KERNELS, numbers, size)[::-1])[::-1]
+    hides: BoolArray = (streams == BESIDE) | (following >= ends) | (awaited[following] < numbers)
     return hides

@@ -161,7 +161,7 @@ def lower_pipeline(
     times = TaskTimes(seconds, slowing)
     distinct = {id(draft): draft for passes in drafts.values() for draft in passes.values()}
     told = reports(work.tasks)
-    operators = {one: pass_operators(draft, times, pairs, told) for one, draft in distinct.items()}
+    operators = dict(zip(distinct, pass_operators([*distinct.values()], times, pairs, told), strict=True))
     made = {key: {place: operators[id(draft)] for place, draft in passes.items()} for key, passes in drafts.items()}
     costs = OperatorCosts(
         passes={kind: [made[key][kind, PLAIN] for key in keys] for kind in kinds},
@@ -373,15 +373,19 @@ def _send_times(lowering: _Lowering) -> FloatArray:
     """(stages,) seconds from each stage to the next, of the tensor as it is written."""
     schedule, source, chain = lowering.schedule, lowering.source, lowering.found.chain
     seconds = np.zeros(schedule.stages)
+    known: dict[tuple[int, int, int], float] = {}
     for stage, (key, following) in enumerate(pairwise(lowering.keys)):
         here, there = int(schedule.stage_rank[stage]), int(schedule.stage_rank[stage + 1])
         if (stage + 1) % schedule.chain_stages == 0 or here == there:
             continue
         assert following  # chunks hold at least one unit
-        ref = chain.boundaries[key[-1]].forward
-        payload = source.options.copies * source.local_bytes(source.graph.spec(ref), source.output_placements(ref))
-        shape = _pair_shape(lowering, here, there)
-        seconds[stage] = message_time(lowering.hardware, Collective.SEND, np.array([float(payload)]), shape)[0]
+        sent = key[-1], here, there
+        if sent not in known:
+            ref = chain.boundaries[key[-1]].forward
+            payload = source.options.copies * source.local_bytes(source.graph.spec(ref), source.output_placements(ref))
+            shape = _pair_shape(lowering, here, there)
+            known[sent] = message_time(lowering.hardware, Collective.SEND, np.array([float(payload)]), shape)[0]
+        seconds[stage] = known[sent]
     return seconds
 
 
@@ -390,8 +394,15 @@ def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
     source, found = lowering.source, []
     shared: dict[tuple[tuple[int, ...], bool], float] = {}
     places = _unit_ranks(lowering)
+    # Parameters of one unit lie on the same ranks.
+    holders: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for index in dict.fromkeys(i for unit in lowering.units for i in unit.parameters):
-        for ranks in _holders(lowering, places, index):
+        if not source.is_trained(index):
+            continue
+        users = tuple([n for n, unit in enumerate(lowering.units) if index in unit.parameters])
+        if users not in holders:
+            holders[users] = _holders(places, users)
+        for ranks in holders[users]:
             spec = source.graph.nodes[index].outputs[0]
             share = local_share(source.stored[index], source.sizes)
             key = ranks, index in source.host.parameters
@@ -426,11 +437,8 @@ def _unit_ranks(lowering: _Lowering) -> dict[int, list[tuple[int, ...]]]:
     return found
 
 
-def _holders(lowering: _Lowering, places: dict[int, list[tuple[int, ...]]], index: int) -> list[tuple[int, ...]]:
-    """Groups of two or more ranks that train one parameter together: tied ones, and copies of the whole network."""
-    if not lowering.source.is_trained(index):
-        return []
-    users = [n for n, unit in enumerate(lowering.units) if index in unit.parameters]
+def _holders(places: Mapping[int, Sequence[tuple[int, ...]]], users: Sequence[int]) -> list[tuple[int, ...]]:
+    """Groups of two or more ranks that train a parameter of these units: tied ones, and copies of the whole network."""
     groups = [ranks for number in users for ranks in places.get(number, ())]
     if len(users) > 1:  # tied: all units that use it share one
         groups = [tuple(rank for ranks in groups for rank in ranks)]
