@@ -131,13 +131,14 @@ class Visits:
             if found in begins:
                 period, begun = done[begins[found] :], units[begins[found] : place]
                 times = self._times(period, emptied, (len(units) - place) // len(period))
-                if times:
+                if times > 0:
                     self._go_on(period, begun, units[place : place + times * len(period)], emptied)
                     done += period * times
                     continue
             begins[found] = place
             done.append(self.add(Visit(events, units[place]), ()))
-            emptied.update([change.kind for change in done[-1].changes if change.empties])
+            # What fills an empty bucket lets it grow.
+            emptied.update([change.kind for change in done[-1].changes if change.empties and change.found[0]])
 
     def add(self, visit: Visit, around: object) -> _Added:
         """Add one more visit."""

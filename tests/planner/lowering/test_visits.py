@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -21,14 +23,14 @@ class Bucketing:
         self.kinds: list[Any] = [f"kind {number}" for number in range(len(full))]
         self.gradients = gradients
         self.legs: list[Any] = [f"leg {number}" for number in range(len(gradients))]
-        buckets = {kind: Pending(100, size) for kind, size in zip(self.kinds, full, strict=True)}
-        self.batch = MicroBatch(array("q"), array("q"), array("q"), buckets, {})
+        self.full = full
+        self.batch = MicroBatch(array("q"), array("q"), array("q"), {}, {})
 
     def write(self, visit: Visit) -> None:
         batch = self.batch
         for leg, (number, size) in zip(self.legs, self.gradients, strict=True):
             kind = self.kinds[number]
-            bucket = batch.buckets[kind]
+            bucket = batch.buckets.setdefault(kind, Pending(inf, self.full[number]))
             batch.persistent.extend((size, visit.unit))
             batch.pending.setdefault(kind, bucket)
             bucket.entries.append((visit.unit, leg))
@@ -52,6 +54,7 @@ class Bucketing:
 )
 @example(full=[2, 3], gradients=[(0, 1), (1, 1)], count=33)
 @example(full=[1000, 7], gradients=[(0, 1), (1, 2)], count=60)
+@example(full=[50, 7], gradients=[(0, 1), (1, 2)], count=60)
 def test_stretches_of_visits_leave_what_each_visit_does(
     full: list[int], gradients: list[tuple[int, int]], count: int
 ) -> None:
@@ -64,3 +67,17 @@ def test_stretches_of_visits_leave_what_each_visit_does(
     for unit in units:
         other.write(Visit(events, unit))
     assert one.left() == other.left()
+
+
+def test_buckets_that_only_grow_are_filled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[Visit] = []
+    add = Visits.add
+
+    def counted(visits: Visits, visit: Visit, around: object) -> object:
+        alone.append(visit)
+        return add(visits, visit, around)
+
+    monkeypatch.setattr(Visits, "add", counted)
+    writer = Bucketing([1000, 6], [(0, 1), (1, 2)])
+    Visits(writer.batch, writer.write, lambda _: False).add_all(Stretch([Block(0, 1), Block(1, 2)], range(600)))
+    assert len(alone) < 12
