@@ -43,15 +43,15 @@ def _behind(before: FloatArray, costs: FloatArray, window: Window) -> FloatArray
     """(places + 1, …) least sums behind a chunk from those before it and costs (groups, …); the last is no place."""
     sums = before.take(window.source, axis=0)
     sums += costs.take(window.group, axis=0)
-    behind = np.full((len(window.begins), *sums.shape[1:]), np.inf)
-    np.minimum.reduceat(sums, window.begins[:-1], axis=0, out=behind[:-1])
+    behind = np.empty((sums.shape[1] + 1, *sums.shape[2:]))
+    behind[-1] = np.inf
+    sums.min(axis=0, out=behind[:-1])
     return behind
 
 
 def _last(before: FloatArray, costs: FloatArray, window: Window, place: int) -> tuple[int, int]:
     """Group of the segment behind which one of the sums of `_behind` is the least, and the place before it."""
-    begin, end = window.begins[place : place + 2].tolist()
-    source, group = window.source[begin:end], window.group[begin:end]
+    source, group = window.source[:, place], window.group[:, place]
     sums = before.take(source)
     sums += costs.take(group)
     pick = int(sums.argmin())

@@ -190,16 +190,15 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Segments (n,) by where they end, then by group: a place is a boundary state behind so many units.
+    """Segments by where they end: a place is a boundary state behind so many units.
 
-    ``source`` and ``group`` are where each begins and its group; ``targets`` (ends,) are the places where any ends, and
-    those that end there are ``begins[i]:begins[i + 1]``.
+    ``targets`` (ends,) are the places where any ends, in ascending order; ``source`` and ``group`` (most, ends) are
+    where those that end there begin, and their groups, in the order of groups, with -1 and 0 where there are fewer.
     """
 
     source: IntArray
     group: IntArray
     targets: IntArray
-    begins: IntArray
 
     @classmethod
     def of(cls, groups: Sequence[Group], width: int) -> Moves:
@@ -210,42 +209,42 @@ class Moves:
         start = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts - first, counts)
         target = (start + length[group]) * width + leave[group]
         order = np.argsort(target, kind="stable")
-        targets, begins = np.unique(target[order], return_index=True)
-        return cls((start * width + entry[group])[order], group[order], targets, np.append(begins, len(order)))
+        targets, begins, each = np.unique(target[order], return_index=True, return_counts=True)
+        at = np.arange(len(order)) - np.repeat(begins, each), np.repeat(np.arange(len(targets)), each)
+        sources = np.full((each.max(initial=1), len(targets)), -1)
+        sources[at] = (start * width + entry[group])[order]
+        numbers = np.zeros_like(sources)
+        numbers[at] = group[order]
+        return cls(sources, numbers, targets)
 
     def windows(self, firsts: IntArray, lasts: IntArray) -> list[Window]:
         """For chunks one after the other, segments that end from place `firsts` on, before that of `lasts`."""
         lows = self.targets.searchsorted(firsts)
-        highs = np.maximum(lows, self.targets.searchsorted(lasts))
-        first, ends = self.begins[lows], self.begins[highs]
-        counts = ends - first
+        counts = np.maximum(self.targets.searchsorted(lasts) - lows, 0)
         ends = np.cumsum(counts)
-        inside = np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
+        inside = np.arange(counts.sum()) + np.repeat(lows - ends + counts, counts)
         # Before the first chunk there is one place, the begin of the network.
         places = np.append(0, self.targets)
-        begin = np.repeat(np.append(0, lows + 1)[:-1], counts)
-        size = np.repeat(np.append(1, highs - lows)[:-1], counts)
+        begin, size = (np.repeat(each[:-1], counts) for each in (np.append(0, lows + 1), np.append(1, counts)))
         source = places.searchsorted(self.source)
-        there = places.take(source, mode="clip") == self.source
-        source = np.where(there, source, -1)[inside] - begin
+        source[places.take(source, mode="clip") != self.source] = -1
+        source = source[:, inside] - begin
         source = np.where((source < 0) | (source >= size), size, source)
-        group, edges = self.group[inside], pairwise([0, *ends.tolist()])
+        edges = zip(lows.tolist(), counts.tolist(), (ends - counts).tolist(), strict=True)
         return [
-            Window(source[begin:end], group[begin:end], self.begins[low : high + 1] - self.begins[low])
-            for low, high, (begin, end) in zip(lows.tolist(), highs.tolist(), edges, strict=True)
+            Window(source[:, first : first + count], self.group[:, low : low + count]) for low, count, first in edges
         ]
 
 
 class Window(NamedTuple):
-    """Segments (n,) that one chunk may be, by where they end.
+    """Segments (most, places) that one chunk may be, by the place where they end.
 
-    Those that end at one place are ``begins[i]:begins[i + 1]``. ``source`` is the number of the place where each
-    begins among those where the chunk before may end, how many these are where it is none of them; ``group`` its group.
+    ``source`` is the number of the place where each begins among those where the chunk before may end, how many these
+    are where it is none of them; ``group`` its group.
     """
 
     source: IntArray
     group: IntArray
-    begins: IntArray
 
 
 @dataclass(frozen=True, slots=True)
