@@ -132,9 +132,7 @@ def possible(model: Model) -> Model:
 
     Where nothing is left to a variable, it keeps what it has: the minimum is infinite and says so.
     """
-    starts = np.cumsum([0, *(table.size for table in model.time.values())])[:-1]
-    most = np.maximum.reduceat(np.concatenate([table.ravel() for table in model.time.values()]), starts)
-    finite = {s: np.isfinite(table) for (s, table), top in zip(model.time.items(), most, strict=True) if top == np.inf}
+    finite = {scope: np.isfinite(table) for scope, table in model.time.items() if table.max() == np.inf}
     if not finite:
         return model
     groups = copies(model.layout.of(finite), len(model.states))
