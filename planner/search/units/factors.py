@@ -41,6 +41,8 @@ class Part(IntEnum):
 
 
 PARTS = 26
+AT_ONCE = 32
+"""Assignments whose parts are added up at once: the numbers of many more leave the caches."""
 
 
 def rows_of(weights: Weights, modes: Sequence[int]) -> FloatArray:
@@ -106,4 +108,9 @@ class UnitFactors:
 
     def evaluate(self, states: Mapping[int, IntArray]) -> FloatArray:
         """Add up the parts of many assignments, shape (PARTS, n); each variable has an array of states (n,)."""
-        return np.asarray(self.parts[self.layout.places(states)].sum(axis=0).T)
+        places = self.layout.places(states)
+        found = np.empty((PARTS, places.shape[1]))
+        for first in range(0, places.shape[1], AT_ONCE):
+            some = slice(first, first + AT_ONCE)
+            found[:, some] = self.parts.take(places[:, some], axis=0).sum(axis=0).T
+        return found
