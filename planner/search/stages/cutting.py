@@ -30,6 +30,7 @@ def cut(segments: Segments, costs: FloatArray, which: Sequence[int]) -> list[int
     best = [_START]
     for row, window in zip(which, segments.windows, strict=True):
         best.append(_behind(best[-1], costs[row], window))
+    # All that ends with the last unit ends in the network's end, the one place behind the last chunk.
     if not np.isfinite(best[-1][0]):
         return None
     picks, place = list[int](), 0
