@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 from functools import cache as remember
 from importlib import metadata
@@ -74,7 +75,10 @@ def _forget_oldest(place: Path) -> None:
 
 
 def _version(distribution: str) -> str:
+    """`importlib.metadata.version` without parsing what a package says of itself, which may be long; or absent."""
     try:
-        return metadata.version(distribution)
+        said = metadata.distribution(distribution).read_text("METADATA") or ""
     except metadata.PackageNotFoundError:
         return "absent"
+    found = re.search(r"^Version: *(\S+)", said, re.MULTILINE)
+    return found[1] if found else metadata.version(distribution)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,13 @@ def test_a_fingerprint_is_the_same_in_another_process(place: Path) -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, env=environment
     )
     assert run.stdout.strip() == load_network("zoo:mlp").capture().fingerprint
+
+
+def test_versions_are_those_that_packages_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name: cache._version(name) for name in ("torch", "numpy")} == {
+        name: metadata.version(name) for name in ("torch", "numpy")
+    }
+    assert cache._version("no-such-distribution") == "absent"
+    monkeypatch.setattr(metadata.PathDistribution, "read_text", lambda *_: None)
+    monkeypatch.setattr(metadata, "version", lambda _: "1.2 of another file")
+    assert cache._version("numpy") == "1.2 of another file"
