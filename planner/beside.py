@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -23,26 +23,26 @@ class Beside:
     Parameters
     ----------
     works
-        The functions, in the order in which their values will probably be asked for. They change nothing that another
-        one reads, and their values can be pickled.
+        The functions by name, in the order in which they are begun. They change nothing that another one reads, and
+        their values can be pickled.
     cores
         Cores that may be used.
     """
 
-    def __init__(self, works: Sequence[Callable[[], Any]], cores: int) -> None:
+    def __init__(self, works: Mapping[Hashable, Callable[[], Any]], cores: int) -> None:
         self._works = works
-        self._values: dict[int, Any] = {}
+        self._values: dict[Hashable, Any] = {}
         # Linux alone: system libraries of others do not outlive a fork.
         shared = cores > 1 and len(works) > 1 and sys.platform == "linux"
         self._fork = _Fork(works) if shared else None
 
-    def value(self, number: int) -> Any:
-        """Return what one of the functions returns."""
-        while number not in self._values:
+    def value(self, name: Hashable, *, last: bool = False) -> Any:
+        """Return what one of the functions returns; the `last` to be asked for is waited for with nothing else done."""
+        while name not in self._values:
             self._receive(wait=False)
-            if number not in self._values:
-                self._go_on(number)
-        return self._values[number]
+            if name not in self._values:
+                self._go_on(name, [*self._works] if not last else [name])
+        return self._values[name]
 
     def close(self) -> None:
         """End the fork; what it has not sent is worked out here if it is asked for."""
@@ -50,26 +50,27 @@ class Beside:
             self._fork.end()
             self._fork = None
 
-    def _go_on(self, number: int) -> None:
-        """Do this piece of work or the next that nobody has begun; wait where there is none."""
-        following = range(number, len(self._works)) if self._fork is not None else ()
-        free = next((n for n in following if self._fork is not None and self._fork.claim(n)), None)
-        if free is None and self._fork is not None:
-            self._receive(wait=True)
-            return
-        mine = number if free is None else free
+    def _go_on(self, name: Hashable, names: list[Hashable]) -> None:
+        """Do this piece of work or the next of `names` that nobody has begun; wait where there is none."""
+        mine = name
+        if self._fork is not None:
+            free = next((n for n in names[names.index(name) :] if self._fork.claim(n)), None)
+            if free is None:
+                self._receive(wait=True)
+                return
+            mine = free
         try:
             self._values[mine] = self._works[mine]()
         except Exception:
             # Perhaps nobody will ask for the others.
-            if mine == number:
+            if mine == name:
                 raise
 
     def _receive(self, *, wait: bool) -> None:
         """Take what the fork has sent; a value at least if it is to `wait`."""
         while self._fork is not None and (wait or self._fork.values.poll()):
             try:
-                number, value = self._fork.values.recv()
+                name, value = self._fork.values.recv()
             except EOFError:
                 self.close()
             except BaseException:
@@ -77,7 +78,7 @@ class Beside:
                 self.close()
                 raise
             else:
-                self._values[number] = value
+                self._values[name] = value
                 wait = False
 
 
@@ -86,7 +87,8 @@ class _Fork:
 
     values: Connection
 
-    def __init__(self, works: Sequence[Callable[[], Any]]) -> None:
+    def __init__(self, works: Mapping[Hashable, Callable[[], Any]]) -> None:
+        self._places = {name: place for place, name in enumerate(works)}
         self._begun = mmap.mmap(-1, len(works))
         context = multiprocessing.get_context("fork")
         self.values, sending = context.Pipe(duplex=False)
@@ -94,10 +96,11 @@ class _Fork:
         self._process.start()
         sending.close()
 
-    def claim(self, number: int) -> bool:
+    def claim(self, name: Hashable) -> bool:
         """Begin with a function if nobody has; where both do so at once, both find the same."""
-        begun = bool(self._begun[number])
-        self._begun[number] = 1
+        place = self._places[name]
+        begun = bool(self._begun[place])
+        self._begun[place] = 1
         return not begun
 
     def end(self) -> None:
@@ -108,13 +111,13 @@ class _Fork:
         self.values.close()
         self._begun.close()
 
-    def _run(self, works: Sequence[Callable[[], Any]], sending: Connection) -> None:
+    def _run(self, works: Mapping[Hashable, Callable[[], Any]], sending: Connection) -> None:
         # An interrupt of both is for the other process, which ends this one.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            for number, work in enumerate(works):
-                if self.claim(number):
-                    sending.send((number, work()))
+            for name, work in works.items():
+                if self.claim(name):
+                    sending.send((name, work()))
         finally:
             # Whoever asks for what is missing meets the error. Nothing else is said or done at the end of the copy.
             os._exit(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,9 @@ from planner.rescoring import Field
 from planner.search.candidates import NEAR_ENOUGH, Known
 from planner.search.configurations.explored import Explored, Placed
 
+SURE = 3
+"""So many of its plans are mostly simulated: others come from the search of operators."""
+
 
 class FoundConfigurations:
     """What a search over configurations found, and what it says of pins, memory and links.
@@ -29,9 +32,10 @@ class FoundConfigurations:
     ) -> None:
         self.search, self.pins, self.explored, self.asked = search, pins, explored, request.pins
         contenders = search.contenders(explored, wanted)
-        works: list[Callable[[], Any]] = [one.foretell for one in contenders]
+        works: dict[Hashable, Callable[[], Any]] = {n: one.foretell for n, one in enumerate(contenders[:SURE])}
         if request.sensitivity and explored.found:
-            works.append(partial(shadow_prices, search, pins, explored, self._best))
+            works["prices"] = partial(shadow_prices, search, pins, explored, self._best)
+        works |= {n: one.foretell for n, one in enumerate(contenders)}
         self._beside = Beside(works, cores)
         self.field = Field(
             contenders=[replace(one, foretell=partial(self._beside.value, n)) for n, one in enumerate(contenders)]
@@ -62,7 +66,7 @@ class FoundConfigurations:
         """Find what memory, links and pins are worth."""
         if not self.explored.found:
             return
-        self.prices = self._beside.value(len(self.field.contenders))
+        self.prices = self._beside.value("prices", last=True)
         self.costs = tuple(self._pin_costs(self._best))
 
     def _pin_costs(self, best: Placed) -> Iterator[PinCost]:

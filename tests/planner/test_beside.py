@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -36,14 +37,14 @@ def test_one_core_works_out_what_is_asked_for_alone(asked: Sequence[int]) -> Non
         done.append(number)
         return number
 
-    with closing(Beside([partial(work, n) for n in range(6)], 1)) as beside:
+    with closing(Beside({n: partial(work, n) for n in range(6)}, 1)) as beside:
         assert [beside.value(n) for n in asked] == list(asked)
     assert done == list(dict.fromkeys(asked))
 
 
 @pytest.mark.parametrize("asked", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 2, 0), ()])
 def test_values_are_those_of_the_functions_in_any_order(asked: Sequence[int]) -> None:
-    with closing(Beside([partial(pow, 3, n) for n in range(4)], 2)) as beside:
+    with closing(Beside({n: partial(pow, 3, n) for n in range(4)}, 2)) as beside:
         assert [beside.value(n) for n in asked] == [3**n for n in asked]
 
 
@@ -53,7 +54,7 @@ def test_the_other_process_begins_at_once(tmp_path: Path) -> None:
         (tmp_path / f"{number} of {os.getpid()}").touch()
         return os.getpid()
 
-    with closing(Beside([partial(work, 0), partial(work, 1)], 2)) as beside:
+    with closing(Beside(dict(enumerate([partial(work, 0), partial(work, 1)])), 2)) as beside:
         _wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
         assert {beside.value(0), beside.value(1)}.isdisjoint({os.getpid()})
     assert len(list(tmp_path.iterdir())) == 2
@@ -75,10 +76,29 @@ def test_who_waits_does_what_is_next(tmp_path: Path) -> None:
         begun.touch()
         return slow()
 
-    with closing(Beside([first, following], 2)) as beside:
+    with closing(Beside(dict(enumerate([first, following])), 2)) as beside:
         _wait_for(begun.exists)
         assert beside.value(0) != os.getpid()
         assert beside.value(1) == os.getpid()
+
+
+@forks
+def test_who_waits_for_the_last_does_nothing_else(tmp_path: Path) -> None:
+    begun, go_on, done_by = tmp_path / "begun", tmp_path / "go on", tmp_path / "done by"
+
+    def slow() -> int:
+        begun.touch()
+        _wait_for(go_on.exists)
+        return os.getpid()
+
+    def following() -> None:
+        done_by.with_suffix(f".{os.getpid()}").touch()
+
+    with closing(Beside({"slow": slow, "following": following}, 2)) as beside:
+        _wait_for(begun.exists)
+        threading.Timer(0.05, go_on.touch).start()
+        assert beside.value("slow", last=True) != os.getpid()
+        assert not done_by.with_suffix(f".{os.getpid()}").exists()
 
 
 @forks
@@ -90,7 +110,7 @@ def test_what_the_other_process_cannot_do_is_done_here() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return "here"
 
-    with closing(Beside([work, lambda: "next"], 2)) as beside:
+    with closing(Beside(dict(enumerate([work, lambda: "next"])), 2)) as beside:
         assert [beside.value(0), beside.value(1)] == ["here", "next"]
 
 
@@ -98,7 +118,7 @@ def test_errors_are_met_by_who_asks() -> None:
     def work() -> None:
         raise ValueError("of this one")
 
-    with closing(Beside([partial(int, 1), work, partial(int, 2)], 2)) as beside:
+    with closing(Beside(dict(enumerate([partial(int, 1), work, partial(int, 2)])), 2)) as beside:
         assert beside.value(2) == 2
         assert beside.value(0) == 1
         with pytest.raises(ValueError, match="of this one"):
@@ -107,7 +127,7 @@ def test_errors_are_met_by_who_asks() -> None:
 
 @forks
 def test_values_without_a_name_to_send_them_by_are_worked_out_here() -> None:
-    with closing(Beside([lambda: os.getpid, lambda: lambda: 7], 2)) as beside:
+    with closing(Beside(dict(enumerate([lambda: os.getpid, lambda: lambda: 7])), 2)) as beside:
         assert beside.value(1)() == 7
 
 
@@ -120,7 +140,7 @@ def test_interrupts_are_for_the_process_that_waits(tmp_path: Path) -> None:
         _wait_for(go_on.exists)
         return "done all the same"
 
-    with closing(Beside([work, int], 2)) as beside:
+    with closing(Beside(dict(enumerate([work, int])), 2)) as beside:
         _wait_for(lambda: begun.exists() and bool(begun.read_text()))
         os.kill(int(begun.read_text()), signal.SIGINT)
         go_on.touch()
