@@ -1,4 +1,4 @@
-"""Speed of whole plans: every degree, schedule, storage and order of axes, capture aside.
+"""Speed of whole plans on two cores: every degree, schedule, storage and order of axes, capture aside.
 
 Run with ``pytest benchmarks/test_whole_space_speed.py``; ``extra_info`` holds the gap of the best plan, its predicted
 step and how the time was spent.
@@ -30,7 +30,7 @@ def test_whole_plan(benchmark: Any, name: str) -> None:
     network, hardware, devices = CASES[name]
     request = PlanRequest(network=network, hardware=hardware, devices=devices)
     graph = capture_for(request)
-    result = benchmark.pedantic(lambda: plan_network(request, graph=graph), rounds=1)
+    result = benchmark.pedantic(lambda: plan_network(request, graph=graph, cores=2), rounds=1)
     best = result.candidates[0]
     benchmark.extra_info["gap"] = best.plan.certificate.gap
     benchmark.extra_info["step_time_s"] = best.prediction.step_time_s
