@@ -401,7 +401,7 @@ class Configured:
 
         An interruption ends it once there is a plan, and is noted in `explored`.
         """
-        plans = Field(contenders=self.contenders(explored, 1 if explored.interrupted else count))
+        plans = Field(contenders=self.contenders(explored, 1 if explored.interrupted else count), usual=1.0)
         explored.interrupted |= rescore([plans], 1 if explored.interrupted else count)
         self.check_kept(explored, plans.scored)
         return plans.scored

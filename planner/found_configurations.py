@@ -37,8 +37,10 @@ class FoundConfigurations:
             works["prices"] = partial(shadow_prices, search, pins, explored, self._best)
         works |= {n: one.foretell for n, one in enumerate(contenders)}
         self._beside = Beside(works, cores)
+        # The closed form is that of a step.
         self.field = Field(
-            contenders=[replace(one, foretell=partial(self._beside.value, n)) for n, one in enumerate(contenders)]
+            contenders=[replace(one, foretell=partial(self._beside.value, n)) for n, one in enumerate(contenders)],
+            usual=1.0,
         )
         self.prices: ShadowPrices | None = None
         self.costs: tuple[PinCost, ...] = ()

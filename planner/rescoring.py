@@ -62,9 +62,14 @@ class Contender(Generic[Scored]):
 
 @dataclass(kw_only=True)
 class Field(Generic[Scored]):
-    """The plans of one search, best first by its objective, and those of them that were simulated."""
+    """The plans of one search, best first by its objective, and those of them that were simulated.
+
+    ``usual`` is the simulated step over the objective of a plan that nothing delays which the objective does not count,
+    infinite where it is not known. That one plan was delayed says nothing of the next.
+    """
 
     contenders: Sequence[Contender[Scored]]
+    usual: float = float("inf")
     scored: list[Scored] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     """Simulated steps over objectives."""
@@ -86,7 +91,7 @@ class Field(Generic[Scored]):
         """Whether its next plan may beat `best_s`, with an error of the objective like those seen, to `AGREES`."""
         if self.next is None:
             return False
-        return not self.ratios or self.next.objective_s * min(self.ratios) * (1 - AGREES) < best_s
+        return not self.ratios or self.next.objective_s * min(self.usual, *self.ratios) * (1 - AGREES) < best_s
 
     def simulate(self, best_s: float) -> None:
         """Simulate the next plan."""

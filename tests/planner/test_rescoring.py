@@ -68,6 +68,13 @@ def test_what_may_still_be_the_first_is_simulated_beyond_what_is_wanted() -> Non
     assert steps(near) == pytest.approx([1.0, 0.936])
 
 
+def test_a_plan_that_is_delayed_says_nothing_of_the_next() -> None:
+    closed, exact = field_of([1.0, 1.01], [1.43, 1.02]), field_of([0.24, 0.241, 0.242], [5.6, 5.6, 5.6], 10)
+    closed.usual = 1.0
+    rescore([closed, exact], 3)
+    assert min(steps(closed, exact)) == pytest.approx(1.0302)
+
+
 def test_plans_of_which_the_same_is_said_count_once() -> None:
     one, other = field_of([1.0, 3.0], [1.0, 1.0]), field_of([1.1, 9.0], [1.0, 1.0])
     rescore([one, other], 2)
