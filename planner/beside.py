@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -32,9 +33,12 @@ class Beside:
     def __init__(self, works: Mapping[Hashable, Callable[[], Any]], cores: int) -> None:
         self._works = works
         self._values: dict[Hashable, Any] = {}
+        self._fork: _Fork | None = None
         # Linux alone: system libraries of others do not outlive a fork.
-        shared = cores > 1 and len(works) > 1 and sys.platform == "linux"
-        self._fork = _Fork(works) if shared else None
+        if cores > 1 and len(works) > 1 and sys.platform == "linux":
+            # Where there is no memory for another process, or there may be no more of them, this one does it all.
+            with suppress(OSError):
+                self._fork = _Fork(works)
 
     def value(self, name: Hashable, *, last: bool = False) -> Any:
         """Return what one of the functions returns; the `last` to be asked for is waited for with nothing else done."""

@@ -114,6 +114,16 @@ def test_what_the_other_process_cannot_do_is_done_here() -> None:
         assert [beside.value(0), beside.value(1)] == ["here", "next"]
 
 
+@forks
+def test_where_there_can_be_no_other_process_all_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refused)
+    with closing(Beside({"one": os.getpid, "other": os.getpid}, 2)) as beside:
+        assert {beside.value("one"), beside.value("other")} == {os.getpid()}
+
+
 def test_errors_are_met_by_who_asks() -> None:
     def work() -> None:
         raise ValueError("of this one")
