@@ -15,11 +15,15 @@ from planner.planning import PlanRequest, plan_network
 from planner.search.patience import Patience
 from planner.strategy.file import read_plan
 from planner.strategy.plan import Status
+from simulator.calibration.process import available_cores
 from tests.planner.search.problems import captured
 
 DRIVER = """
-import importlib, signal, sys
+import importlib, os, signal, sys
 module, name, after = sys.argv[1], sys.argv[2], [int(each) for each in sys.argv[3].split(",")]
+process = os.getpid()
+if sys.argv[4] == "alone" and hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 owner = importlib.import_module(module)
 *path, last = name.split(".")
 for part in path:
@@ -29,18 +33,21 @@ plain, calls = getattr(owner, last), []
 def interrupted(*args, **kwargs):
     calls.append(None)
     if len(calls) in after:
-        signal.raise_signal(signal.SIGINT)
+        os.kill(process, signal.SIGINT)
     return plain(*args, **kwargs)
 
 setattr(owner, last, interrupted)
 from planner.cli.app import app
-sys.argv = ["meshwright", *sys.argv[4:]]
+sys.argv = ["meshwright", *sys.argv[5:]]
 app()
 """
 
 
-def plan_interrupted(folder: Path, where: str, *after: int) -> tuple[int, str, Path]:
-    """Exit code, what stdout holds and the strategy file where SIGINT comes at a function's calls of those numbers."""
+def plan_interrupted(folder: Path, where: str, *after: int, cores: str = "alone") -> tuple[int, str, Path]:
+    """Exit code, what stdout holds and the strategy file where SIGINT comes at a function's calls of those numbers.
+
+    On one core, where all calls are those of one process, or on all.
+    """
     module, _, name = where.partition(":")
     out = folder / "strategy.json"
     options = (
@@ -57,7 +64,7 @@ def plan_interrupted(folder: Path, where: str, *after: int) -> tuple[int, str, P
         str(out),
     )
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, module, name, ",".join(map(str, after)), *options],
+        [sys.executable, "-c", DRIVER, module, name, ",".join(map(str, after)), cores, *options],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
@@ -87,6 +94,15 @@ def test_the_best_plan_so_far_is_written_with_its_gap(tmp_path: Path, where: str
     assert best["search"]["gap"] >= 0
     assert best["prediction"]["peak_memory_bytes"] <= best["prediction"]["device_memory_bytes"]
     assert read_plan(out).certificate.gap == pytest.approx(best["search"]["gap"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(available_cores() < 2, reason="plans are simulated beside on a second core")
+@pytest.mark.parametrize("where", ["planner.configured:predict_plan", "planner.beside:Beside.value"])
+def test_an_interrupt_while_another_process_simulates_writes_the_best_plan(tmp_path: Path, where: str) -> None:
+    code, text, out = plan_interrupted(tmp_path, where, 1, cores="all")
+    assert code == 0
+    assert read_plan(out).certificate.gap == pytest.approx(json.loads(text)["search"]["gap"])
 
 
 @pytest.mark.slow
