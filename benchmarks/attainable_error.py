@@ -27,16 +27,16 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from planner.estimate.device_family import family_of
-from planner.estimate.predict import predict_runs
-from planner.estimate.software_file import shipped_software
-from planner.estimate.training_run import LayeredNetwork, TrainingRun
-from planner.validation.aims import ASCEND, CONVOLUTIONAL, group_of
-from planner.validation.attainable import Spread, spread_of, told_by_others, with_factors
-from planner.validation.calibrating import Folds, usable
-from planner.validation.measurement_file import FileRow, read_rows
-from planner.validation.reading import MeasuredRow, measured_row
-from planner.validation.reading_setup import release
+from planner.published.aims import ASCEND, CONVOLUTIONAL, group_of
+from planner.published.attainable import Spread, spread_of, told_by_others, with_factors
+from planner.published.calibrating import Folds, usable
+from planner.published.estimate.device_family import family_of
+from planner.published.estimate.predict import predict_runs
+from planner.published.estimate.software_file import shipped_software
+from planner.published.estimate.training_run import LayeredNetwork, TrainingRun
+from planner.published.measurement_file import FileRow, read_rows
+from planner.published.reading import MeasuredRow, measured_row
+from planner.published.reading_setup import release
 
 FloatArray = npt.NDArray[np.float64]
 VISION, ASCEND_VISION, ASCEND_LANGUAGE = CONVOLUTIONAL, f"{ASCEND}: vision networks", f"{ASCEND}: language networks"

@@ -26,9 +26,9 @@ from rich.table import Table
 
 from benchmarks.predicted_runs import LIMIT_S, Predictor
 from benchmarks.published_runs import NotCoveredError, Run, read_run
-from planner.rescoring import RESCORED
-from planner.validation.metrics import choice_of
-from planner.validation.reading import read_measurements
+from planner.planning.rescoring import RESCORED
+from planner.published.metrics import choice_of
+from planner.published.reading import read_measurements
 from simulator.errors import MeshwrightError
 
 FILES = ("C", "D", "H", "I", "J", "M", "N")

@@ -19,26 +19,26 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from planner.plans.plan import Certificate, Plan, Status, expanded_rules
 from rich.console import Console
 from rich.table import Table
 
-from planner.analytic import analytic_breakdown, differing_term
-from planner.configured import Configured
+from planner.cost.work import optimizer
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.lowering import lower_graph, lowering_options
 from planner.networks import load_network
-from planner.prediction import predict_plan
-from planner.request import Pins
+from planner.planning.analytic import analytic_breakdown, differing_term
+from planner.planning.configured import Configured
+from planner.planning.prediction import predict_plan
+from planner.plans.request import Pins
 from planner.search.configurations.explored import Placed
 from planner.search.configurations.space import configurations
 from planner.search.configurations.step_model import Configuration
 from planner.search.problem.unaligned import aligned
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
-from planner.strategy.plan import Certificate, Plan, Status, expanded_rules
-from planner.work import optimizer
 from simulator import fast_engine
 from simulator.contention import segment_transfers
 from simulator.errors import MeshwrightError

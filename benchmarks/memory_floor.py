@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import linprog
 
-from planner.estimate.memory import training_memory
-from planner.validation.measurement_file import FileRow, read_rows
-from planner.validation.memory_kinds import figure_of
-from planner.validation.reading import measured_row
+from planner.published.estimate.memory import training_memory
+from planner.published.measurement_file import FileRow, read_rows
+from planner.published.memory_kinds import figure_of
+from planner.published.reading import measured_row
 
 FloatArray = npt.NDArray[np.float64]
 _GIB = 2**30

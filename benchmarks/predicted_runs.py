@@ -13,14 +13,14 @@ from types import FrameType
 import yaml
 
 from benchmarks.published_runs import NotCoveredError, Run, require
-from planner.configured import Configured
-from planner.planning import PlanRequest, capture_for
-from planner.request import read_pins
+from planner.cost.software import as_run
+from planner.planning.configured import Configured
+from planner.planning.planning import PlanRequest, capture_for
+from planner.planning.setting import setting_of
+from planner.planning.shared_tables import NetworkTables, SharedTables
+from planner.plans.request import read_pins
 from planner.search.stages.unit_pins import UnitPins
 from planner.search.units.labels import RECOMPUTE
-from planner.setting import setting_of
-from planner.shared_tables import NetworkTables, SharedTables
-from planner.software import as_run
 from simulator.hardware import Hardware, load_profile
 
 PROFILES = Path(__file__).parents[1] / "hw_profiles"

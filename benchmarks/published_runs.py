@@ -1,6 +1,6 @@
 """Published training runs in the words of a plan request: `TrainingRun` as networks and pins.
 
-Which facts a row states, and what stands in where it states none, is `planner.validation.reading`'s to say.
+Which facts a row states, and what stands in where it states none, is `planner.published.reading`'s to say.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner.plans.exchange import UNASKED, Exchange
+
 from benchmarks.quartznet import OF_FRAMES
-from planner.estimate.layered.sequence import padded_frames
-from planner.estimate.memory_traits import traits_of
-from planner.estimate.stage_parameters import local_vocabulary
-from planner.estimate.training_run import (
+from planner.cost.software import SOFTWARE
+from planner.published.estimate.layered.sequence import padded_frames
+from planner.published.estimate.memory_traits import traits_of
+from planner.published.estimate.stage_parameters import local_vocabulary
+from planner.published.estimate.training_run import (
     AttentionKernel,
     LayeredNetwork,
     OptimizerSharding,
@@ -23,10 +26,8 @@ from planner.estimate.training_run import (
     TrainingSetup,
     TransformerShape,
 )
+from planner.published.reading import MeasuredRow
 from planner.search.problem.hints import Hint, hint
-from planner.software import SOFTWARE
-from planner.strategy.exchange import UNASKED, Exchange
-from planner.validation.reading import MeasuredRow
 
 RESNETS = ("resnet50", "resnet50v1_5", "resnet50_v1_5", "rn50v1_5")
 BERTS: Mapping[tuple[str, int], str] = {

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from benchmarks.predicted_runs import PROFILES, Predictor
 from benchmarks.published_runs import Run
-from planner.estimate.columns import FloatArray
-from planner.estimate.device_family import family_of
-from planner.estimate.software_file import shipped_software
-from planner.estimate.usual_software import usual_launch_s
-from planner.validation.step_factors import (
+from planner.published.estimate.columns import FloatArray
+from planner.published.estimate.device_family import family_of
+from planner.published.estimate.software_file import shipped_software
+from planner.published.estimate.usual_software import usual_launch_s
+from planner.published.step_factors import (
     NAMES,
     PlannedSteps,
     StepFactors,

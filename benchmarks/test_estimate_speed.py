@@ -10,12 +10,18 @@ import itertools
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from planner.estimate.coefficients import gather
-from planner.estimate.predict import predict_runs
-from planner.estimate.software_file import Software, shipped_software
-from planner.estimate.step import step_times
-from planner.estimate.training_run import OptimizerSharding, Recompute, TrainingRun, TrainingSetup, TransformerShape
-from planner.estimate.work import work_of
+from planner.published.estimate.coefficients import gather
+from planner.published.estimate.predict import predict_runs
+from planner.published.estimate.software_file import Software, shipped_software
+from planner.published.estimate.step import step_times
+from planner.published.estimate.training_run import (
+    OptimizerSharding,
+    Recompute,
+    TrainingRun,
+    TrainingSetup,
+    TransformerShape,
+)
+from planner.published.estimate.work import work_of
 from simulator.hardware import load_profile
 
 GPT3 = TransformerShape(

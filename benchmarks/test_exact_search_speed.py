@@ -16,17 +16,17 @@ from time import perf_counter, process_time
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from planner.cost.work import optimizer
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import load_network
-from planner.planning import PlanRequest, capture_for, plan_network
+from planner.planning.planning import PlanRequest, capture_for, plan_network
 from planner.search.dynamic_programming import DynamicProgramming, fastest, smallest, solve
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import Solution
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from planner.work import optimizer
 from simulator.hardware import load_profile
 
 LLAMA3_8B = {

@@ -11,15 +11,15 @@ from functools import cache
 from itertools import cycle
 
 import pytest
+from planner.plans.plan import Plan, RecomputeRange
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_precision
 from planner.networks import load_network
-from planner.planning import PlanRequest, plan_network
-from planner.prediction import predict_plan
-from planner.strategy.plan import Plan, RecomputeRange
+from planner.planning.planning import PlanRequest, plan_network
+from planner.planning.prediction import predict_plan
 from simulator.hardware import load_profile
 
 HARDWARE = "dgx-a100"

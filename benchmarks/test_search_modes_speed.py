@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from planner.cost.work import optimizer
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import load_network
@@ -24,7 +25,6 @@ from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import Solution
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from planner.work import optimizer
 from simulator.hardware import load_profile
 
 HARDWARE = "dgx-a100"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from planner.planning import PlanRequest, capture_for, plan_network
+from planner.planning.planning import PlanRequest, capture_for, plan_network
 
 CASES = {
     "gpt3-175b-1024": ("zoo:gpt3-175b", "dgx-a100", 1024),

@@ -5,7 +5,7 @@
 Taken are the runs that plans cover: dense networks, fused attention, any pipeline, recomputation and sharding of
 optimizer states. The plan is the row's. What a source leaves out, or the space has not, is approximated:
 
-- what a row does not state is what `planner.validation` takes for it;
+- what a row does not state is what `planner.published` takes for it;
 - the optimizer is AdamW (momentum for ResNet-50); memory limits are lifted, so that only time is compared;
 - runs that differ only in framework or repetition count once, with their median;
 - of a source with more than ``--runs`` runs so many are drawn, with a fixed seed, from all its workloads in turn.
@@ -34,7 +34,7 @@ from rich.table import Table
 from benchmarks.predicted_runs import LIMIT_S, Predictor
 from benchmarks.published_runs import NotCoveredError, Run, read_run
 from benchmarks.step_corrections import corrections, responses, write_corrections
-from planner.validation.reading import MeasuredRow, read_measurements
+from planner.published.reading import MeasuredRow, read_measurements
 from simulator.errors import MeshwrightError
 from simulator.hardware import load_profile
 

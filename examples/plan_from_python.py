@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.planning import PlanRequest, plan_network
-from planner.quantities import percent_text, seconds_text
+from planner.planning.planning import PlanRequest, plan_network
+from simulator.quantities import percent_text, seconds_text
 
 
 def main() -> None:

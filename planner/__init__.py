@@ -1,19 +1,19 @@
 """Networks to plans, and plans to runs."""
 
-from planner.context.auto_parallel import AutoParallel
-from planner.context.context import (
+from planner.exchange.mindspore.auto_parallel import AutoParallel
+from planner.exchange.mindspore.context import (
     AutoParallelContext,
     auto_parallel_context,
     get_auto_parallel_context,
     reset_auto_parallel_context,
     set_auto_parallel_context,
 )
-from planner.context.entry import Planned, plan
-from planner.context.errors import ContextError, IgnoredKeyWarning
-from planner.context.marks import offload, recompute, set_comm_fusion, set_pipeline_stage
-from planner.context.pipeline import Pipeline
-from planner.context.shard import shard
-from planner.running import execute
+from planner.exchange.mindspore.entry import Planned, plan
+from planner.exchange.mindspore.errors import ContextError, IgnoredKeyWarning
+from planner.exchange.mindspore.marks import offload, recompute, set_comm_fusion, set_pipeline_stage
+from planner.exchange.mindspore.pipeline import Pipeline
+from planner.exchange.mindspore.shard import shard
+from planner.execution.running import execute
 
 __all__ = [
     "AutoParallel",

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from planner.validation.aims import FUNCTIONAL
-from planner.validation.outliers import Outlier, outliers
-from planner.validation.results import ScoredRow
+from planner.published.aims import FUNCTIONAL
+from planner.published.outliers import Outlier, outliers
+from planner.published.results import ScoredRow
 from reports import page
 from reports.page import Cell, Html
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from planner.quantities import percent_text
-from planner.validation.aims import (
+from planner.published.aims import (
     AIMS,
     ASCEND,
     CONVOLUTIONAL,
@@ -20,13 +19,14 @@ from planner.validation.aims import (
     Aim,
     metrics_of,
 )
-from planner.validation.memory_doubts import DOUBTS
-from planner.validation.metrics import metrics_of_rows
-from planner.validation.predictions import prediction_lines
-from planner.validation.results import Accuracy, AccuracyResult, Metrics, ScoredRow
+from planner.published.memory_doubts import DOUBTS
+from planner.published.metrics import metrics_of_rows
+from planner.published.predictions import prediction_lines
+from planner.published.results import Accuracy, AccuracyResult, Metrics, ScoredRow
 from reports import accuracy_plots, page
 from reports.accuracy_outliers import memory_outliers, some, time_outliers, wrapped
 from reports.page import Cell, Html
+from simulator.quantities import percent_text
 from simulator.whole_file import write_whole
 
 LEFT_OUT, FITTED = "each source left out of the fit", "fitted on everything"

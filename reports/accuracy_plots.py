@@ -15,9 +15,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFormatter
 
-from planner.quantities import GIB, seconds_text
-from planner.validation.results import Accuracy, ScoredRow
+from planner.published.results import Accuracy, ScoredRow
 from reports.page import PALETTE
+from simulator.quantities import GIB, seconds_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

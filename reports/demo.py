@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.quantities import bytes_text, interval_text, seconds_text
-from planner.strategy.file import read_strategy
-from planner.strategy.plan import Plan
+from planner.plans.file import read_strategy
+from planner.plans.plan import Plan
+
 from reports import page
 from reports.page import PALETTE, Html
+from simulator.quantities import bytes_text, interval_text, seconds_text
 from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:

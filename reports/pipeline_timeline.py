@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.pipeline_prediction import OperatorRun, PipelinePrediction, operator_run
+from planner.planning.pipeline_prediction import OperatorRun, PipelinePrediction, operator_run
 from reports.timeline import Bar, FloatArray, Picture
 from simulator.pipeline_memory import RankMemory
 from simulator.pipeline_operators import EPILOGUE, MEETING, PROLOGUE

@@ -20,14 +20,14 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from planner.quantities import GIB, seconds_text
 from simulator.program import COMPUTE_STREAM, Phase, Program, Task
+from simulator.quantities import GIB, seconds_text
 from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from planner.plans.plan import Plan
 
-    from planner.strategy.plan import Plan
     from simulator.timeline import Timeline
 
 FloatArray = npt.NDArray[np.float64]
@@ -175,9 +175,10 @@ def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
 
 def plan_picture(plan: Plan, source: Path) -> Picture:
     """Picture of the simulated step of the plan in the strategy file `source`."""
-    from planner.planning import predict
-    from planner.software import machine_of
-    from planner.strategy.loading import lower_strategy, predict_pipeline_strategy
+    from planner.plans.loading import lower_strategy, predict_pipeline_strategy
+
+    from planner.cost.software import machine_of
+    from planner.planning.planning import predict
 
     hardware = machine_of(plan)
     head = f"{plan.network} on {plan.devices} × {plan.hardware}"
@@ -193,7 +194,8 @@ def plan_picture(plan: Plan, source: Path) -> Picture:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the step of a strategy file."""
-    from planner.strategy.file import read_plan
+    from planner.plans.file import read_plan
+
     from simulator.errors import MeshwrightError
 
     parser = argparse.ArgumentParser(prog="python -m reports.timeline", description=main.__doc__)

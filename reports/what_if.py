@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.quantities import GIB, bytes_text, interval_text, percent_text, rate_text, seconds_text
 from planner.what_if import WhatIfRow
 from reports import page
 from reports.page import DASHES, PALETTE, SYMBOLS, Html
+from simulator.quantities import GIB, bytes_text, interval_text, percent_text, rate_text, seconds_text
 from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+    from planner.plans.plan import Plan
 
-    from planner.planning import Prediction
-    from planner.strategy.plan import Plan
+    from planner.planning.planning import Prediction
 
 PARTS = {
     "compute_s": "compute",

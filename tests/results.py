@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.planning import Candidate, PlanResult, Prediction
+from planner.plans.plan import Certificate, Plan, Status
+
+from planner.planning.planning import Candidate, PlanResult, Prediction
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import Rule
-from planner.strategy.plan import Certificate, Plan, Status
 from planner.what_if import WhatIfRow, finish_rows
 
 GIB = 2**30

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cli.tables import plain_table
-from planner.quantities import percent_text
-from planner.validation.results import Accuracy, AccuracyResult, Metrics
+from planner.published.results import Accuracy, AccuracyResult, Metrics
+from simulator.quantities import percent_text
 
 _SOURCE_WIDTH = 34
 _NOTHING = "–"

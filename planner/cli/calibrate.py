@@ -98,7 +98,7 @@ def calibrate(given: CalibrateArguments) -> None:
 
 
 def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> None:
-    from planner.documents import profile_document
+    from planner.planning.documents import profile_document
     from simulator.calibration.calibrate import CalibrateOptions
     from simulator.calibration.calibrate import calibrate as measure
     from simulator.profile_file import check_content
@@ -122,7 +122,7 @@ def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> N
 def _correct(terminal: Terminal, runs: list[Path], names: list[str], out: Path) -> None:
     """Correct a profile by runs and write the new one."""
     from planner.cli.options import check_out
-    from planner.documents import profile_document
+    from planner.planning.documents import profile_document
     from simulator.calibration.from_run import correct_profile, correction_rows
 
     if len(names) > 1:
@@ -142,8 +142,8 @@ def _correct(terminal: Terminal, runs: list[Path], names: list[str], out: Path) 
 
 def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: Path | None) -> None:
     """Fit profiles to published measurements and write them."""
-    from planner.documents import fitted_document
-    from planner.validation.measurement_file import read_rows
+    from planner.planning.documents import fitted_document
+    from planner.published.measurement_file import read_rows
     from simulator.calibration.fit_profiles import fit_profile, fitted_profiles, shipped_folder, write_fitted
     from simulator.calibration.measurement_files import measurements_folder
 
@@ -179,9 +179,9 @@ def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: P
 
 def _fit_steps(terminal: Terminal, files: list[Path], folder: Path) -> list[Path]:
     """Fit what whole training steps leave open to profiles as they now stand."""
-    from planner.validation.calibrating import calibrate_steps
-    from planner.validation.calibration_files import write_calibration
-    from planner.validation.reading import read_measurements
+    from planner.published.calibrating import calibrate_steps
+    from planner.published.calibration_files import write_calibration
+    from planner.published.reading import read_measurements
 
     rows = [row for file in files for row in read_measurements(file)]
     sources = {row.source for row in rows if row.run is not None}

@@ -13,7 +13,7 @@ from planner.cli.tables import (
     facts,
     plain_table,
 )
-from planner.quantities import bytes_text, percent_text, rate_text
+from simulator.quantities import bytes_text, percent_text, rate_text
 
 if TYPE_CHECKING:
     from simulator.calibration.fit_profiles import ProfileFit

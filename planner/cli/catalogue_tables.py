@@ -12,7 +12,7 @@ from rich.text import Text
 from planner.cli.tables import (
     plain_table,
 )
-from planner.quantities import bytes_text, rate_text
+from simulator.quantities import bytes_text, rate_text
 
 if TYPE_CHECKING:
     from planner.networks import NetworkSummary

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from planner.cli.tables import facts, plain_table
-from planner.quantities import percent_text, seconds_text
+from simulator.quantities import percent_text, seconds_text
 
 if TYPE_CHECKING:
     from planner.execution.measuring.comparing import Comparison, ErrorRow

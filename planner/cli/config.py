@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from planner.cli.options import MAX_PLANS, Optimizer, ParallelMode, Precision, SearchMode, nearest
-from planner.strategy.exchange import UNASKED, Exchange
+from planner.plans.exchange import UNASKED, Exchange
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.context.marks import Marks
-    from planner.context.mindformers import Translated
+    from planner.exchange.mindspore.marks import Marks
+    from planner.exchange.mindspore.mindformers import Translated
 
 MAX_BYTES = 1 << 20
 
@@ -113,7 +113,7 @@ def with_config(given: PlanSettings, path: Path) -> Configuration:
     InputError
         As `read_config`; or degrees of a file in MindFormers' style contradict the devices or the network.
     """
-    from planner.context.mindformers import is_mindformers, translate
+    from planner.exchange.mindspore.mindformers import is_mindformers, translate
 
     data = _mapping(path)
     if not is_mindformers(data):
@@ -143,10 +143,16 @@ def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
 def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettings, Marks | None, list[str]]:
     """Hold what a file in MindFormers' style says against devices and network; what is slow is said."""
     from planner.cli.options import read_pins
-    from planner.context.marks import Marks
-    from planner.context.notes import check_micro_batches, check_sizes, sizes_of, used_devices, vocabulary_marks
+    from planner.cost.software import norms_of
+    from planner.exchange.mindspore.marks import Marks
+    from planner.exchange.mindspore.notes import (
+        check_micro_batches,
+        check_sizes,
+        sizes_of,
+        used_devices,
+        vocabulary_marks,
+    )
     from planner.networks import load_network
-    from planner.software import norms_of
 
     pins, notes = read_pins(settings.pin), []
     used, idle = used_devices(pins, settings.devices)

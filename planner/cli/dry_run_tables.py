@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from planner.cli.tables import facts
-from planner.quantities import bytes_text, seconds_text
+from simulator.quantities import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

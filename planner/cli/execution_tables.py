@@ -13,7 +13,7 @@ from planner.cli.tables import (
     facts,
     plain_table,
 )
-from planner.quantities import bytes_text, interval_text, seconds_text
+from simulator.quantities import bytes_text, interval_text, seconds_text
 
 if TYPE_CHECKING:
     from planner.execution.run import ExecutionReport

@@ -36,8 +36,8 @@ def export(
       meshwright simulate mindspore.json
     """
     from planner.lowering.checked import captured
-    from planner.strategy.file import export_mindspore, read_strategy, write_plan
-    from planner.strategy.loading import naming
+    from planner.plans.file import export_mindspore, read_strategy, write_plan
+    from planner.plans.loading import naming
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     check_out("--out", out, (strategy,))

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.terminal import DEBUG_KEY
-from planner.request import COPIES, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, read_order
+from planner.plans.request import COPIES, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, read_order
 from simulator.errors import InputError
 
 MAX_DEVICES = 2**20

@@ -33,7 +33,7 @@ from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from planner.cli.config import Configuration, PlanSettings
-    from planner.planning import PlanRequest, PlanResult
+    from planner.planning.planning import PlanRequest, PlanResult
     from planner.search.patience import Patience
 
 WAITING = "interrupted before there was a plan: going on to the first one (again: end with nothing)"
@@ -143,8 +143,8 @@ def plan(given: PlanArguments) -> None:
 
 
 def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug: bool) -> None:
-    from planner.quantities import seconds_text
     from planner.search.patience import Patience
+    from simulator.quantities import seconds_text
 
     settings = found.settings
     request = _request(settings, found)
@@ -161,7 +161,7 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug
 
 def _planned(request: PlanRequest, patience: Patience) -> PlanResult:
     """Plans that are searched for on all cores that this process may use."""
-    from planner.planning import plan_network
+    from planner.planning.planning import plan_network
     from simulator.calibration.process import available_cores
 
     return plan_network(request, patience=patience, cores=available_cores())
@@ -169,9 +169,9 @@ def _planned(request: PlanRequest, patience: Patience) -> PlanResult:
 
 def _stored(request: PlanRequest, source: str) -> PlanResult:
     """The plan of a strategy file, as the one candidate of a search."""
-    from planner.context.entry import read_stored
-    from planner.one_stage import Candidate
-    from planner.planning import PlanResult, capture_for
+    from planner.exchange.mindspore.entry import read_stored
+    from planner.planning.one_stage import Candidate
+    from planner.planning.planning import PlanResult, capture_for
 
     started = time.perf_counter()
     graph = capture_for(request)
@@ -189,7 +189,7 @@ def _stored(request: PlanRequest, source: str) -> PlanResult:
 def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
     from planner.cli.config import require
     from planner.cli.options import read_pins
-    from planner.planning import PlanRequest
+    from planner.planning.planning import PlanRequest
     from planner.search.problem.hints import load_hints
 
     return PlanRequest(
@@ -215,9 +215,9 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
 
 def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: str, *, several: bool) -> None:
     """Write the best plan, and with `several` those behind it, and show them."""
-    from planner.documents import prediction_document, result_document
-    from planner.strategy.alternatives import write_alternatives
-    from planner.strategy.file import write_plan
+    from planner.planning.documents import prediction_document, result_document
+    from planner.plans.alternatives import write_alternatives
+    from planner.plans.file import write_plan
     from simulator.errors import InfeasibleError
     from simulator.hardware import load_profile
 

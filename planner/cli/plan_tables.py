@@ -19,12 +19,12 @@ from planner.cli.tables import (
     plain_table,
     throughput,
 )
-from planner.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
+from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 from simulator.topology import level_of_axis
 
 if TYPE_CHECKING:
-    from planner.planning import Candidate, PlanResult, Prediction
-    from planner.strategy.plan import Certificate, Plan
+    from planner.planning.planning import Candidate, PlanResult, Prediction
+    from planner.plans.plan import Certificate, Plan
     from planner.what_if import WhatIfRow
     from simulator.hardware import Hardware
 
@@ -114,7 +114,7 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
         ),
     )
     if result.shadow_prices is not None:
-        from planner.explanations import shadow_messages
+        from planner.planning.explanations import shadow_messages
 
         yield "worth", "; ".join(shadow_messages(result.shadow_prices))
     for message in result.messages:
@@ -163,7 +163,7 @@ def stages_text(plan: Plan) -> str:
 
 def difference_text(prediction: Prediction) -> str:
     """Where the closed form lies apart from the simulation, empty where both agree."""
-    from planner.analytic import differing_term
+    from planner.planning.analytic import differing_term
 
     part = differing_term(prediction.analytic, prediction)
     if not part:

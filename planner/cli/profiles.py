@@ -37,7 +37,7 @@ def list_profiles(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: De
     Example:
       meshwright profiles list --json
     """
-    from planner.documents import profile_document
+    from planner.planning.documents import profile_document
     from simulator.hardware import load_profile, profile_names
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
@@ -67,7 +67,7 @@ def show(
     Example:
       meshwright profiles show dgx-a100
     """
-    from planner.documents import profile_document
+    from planner.planning.documents import profile_document
     from simulator.hardware import describe, load_profile
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
@@ -100,7 +100,7 @@ def check(
       meshwright profiles check my-cluster.yaml
       meshwright profiles check ascend910b-atlas800t-a2@rank_table.json
     """
-    from planner.documents import profile_document
+    from planner.planning.documents import profile_document
     from simulator.hardware import check_profile, is_cluster_file
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)

@@ -12,12 +12,12 @@ from rich.padding import Padding
 
 from planner.cli.options import read_shares
 from planner.cli.tables import facts, throughput
-from planner.quantities import bytes_text, duration_text, percent_text, rate_text, seconds_text
 from simulator.errors import InputError
+from simulator.quantities import bytes_text, duration_text, percent_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
-    from planner.goodput import CheckpointBytes, PlanGoodput, StraggledStep
-    from planner.planning import Prediction
+    from planner.planning.goodput import CheckpointBytes, PlanGoodput, StraggledStep
+    from planner.planning.planning import Prediction
     from simulator.hardware import Hardware
 
 SHOWN_RANKS = 8
@@ -65,7 +65,7 @@ class JobOptions:
 
     def goodput(self, size: CheckpointBytes, devices: int, hardware: Hardware, step_time_s: float) -> PlanGoodput:
         """What failures leave of the time of a plan whose ranks checkpoint `size`."""
-        from planner.goodput import plan_goodput, with_given
+        from planner.planning.goodput import plan_goodput, with_given
 
         return plan_goodput(
             size,
@@ -92,7 +92,7 @@ def reliability_document(
     prediction: Prediction, straggled: StraggledStep | None, kept: PlanGoodput | None, seed: int
 ) -> dict[str, Any]:
     """The part of ``meshwright simulate --json`` about slow ranks and failures."""
-    from planner.documents import goodput_document, straggler_document
+    from planner.planning.documents import goodput_document, straggler_document
 
     return {
         "seed": seed,

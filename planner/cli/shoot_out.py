@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from planner.cli.tables import axes_text, facts, plain_table
-from planner.quantities import interval_text, percent_text, seconds_text
-from planner.strategy.file import read_plan
+from planner.plans.file import read_plan
+from simulator.quantities import interval_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from planner.cli.terminal import Terminal

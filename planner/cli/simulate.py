@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.cli.reliability import Reliability, SlowOptions
-    from planner.goodput import StraggledStep
-    from planner.instructions import LoweredPlan
-    from planner.planning import Prediction
-    from planner.strategy.plan import Plan
+    from planner.lowering.instructions import LoweredPlan
+    from planner.planning.goodput import StraggledStep
+    from planner.planning.planning import Prediction
+    from planner.plans.plan import Plan
     from simulator.hardware import Hardware
     from simulator.mixed_cluster import MixedCluster
     from simulator.program import Program
@@ -76,10 +76,10 @@ class Simulation:
 
 def _simulation(terminal: Terminal, given: SimulateArguments, extra: Reliability) -> Simulation:
     """Read plan and profile, the plan perhaps as other software runs it; says what the profile lacks for it."""
+    from planner.cost.software import USUAL
     from planner.lowering.checked import precision_dtype
-    from planner.prediction import check_products, precision_notes
-    from planner.software import USUAL
-    from planner.strategy.file import read_plan
+    from planner.planning.prediction import check_products, precision_notes
+    from planner.plans.file import read_plan
 
     plan = read_plan(given.strategy)
     if given.software is not None:
@@ -103,7 +103,7 @@ def _simulation(terminal: Terminal, given: SimulateArguments, extra: Reliability
 
 def _cluster(plan: Plan, name: str) -> MixedCluster | None:
     """The cluster of several device types that a file describes, as the plan's software runs on it."""
-    from planner.software import cluster_as_run
+    from planner.cost.software import cluster_as_run
     from simulator.mixed_cluster import cluster_at
 
     cluster = cluster_at(name)
@@ -114,9 +114,9 @@ def _simulate_stage(terminal: Terminal, asked: Simulation) -> None:
     """Simulate a plan of one stage and print what it does, with what was asked of slow ranks and failures."""
     from planner.cli.reliability import reliability_document, reliability_report
     from planner.cli.simulation_tables import simulation_report
-    from planner.goodput import checkpoint_bytes
-    from planner.strategy.loading import lower_strategy
-    from planner.work import optimizer
+    from planner.cost.work import optimizer
+    from planner.planning.goodput import checkpoint_bytes
+    from planner.plans.loading import lower_strategy
     from simulator.trace import write_trace
 
     plan, profile, extra, trace = asked.plan, asked.hardware, asked.extra, asked.trace
@@ -142,7 +142,7 @@ def _predicted(
     engine: Engine, plan: Plan, lowered: LoweredPlan, hardware: Hardware, cluster: MixedCluster | None
 ) -> tuple[Prediction, Timeline]:
     """Run the step; on a cluster of several device types each task takes as long as the slowest that take part."""
-    from planner.prediction import prediction_of
+    from planner.planning.prediction import prediction_of
     from simulator import engine as reference
     from simulator import fast_engine
     from simulator.mixed_cluster import mixed_task_times
@@ -154,7 +154,7 @@ def _predicted(
 
 
 def _straggled(lowered: LoweredPlan, hardware: Hardware, slow: SlowOptions) -> StraggledStep:
-    from planner.goodput import straggle
+    from planner.planning.goodput import straggle
 
     return straggle(
         lowered,
@@ -167,7 +167,7 @@ def _straggled(lowered: LoweredPlan, hardware: Hardware, slow: SlowOptions) -> S
 
 
 def _profile(terminal: Terminal, strategy: Path, plan: Plan, name: str | None) -> Hardware:
-    from planner.software import run_for
+    from planner.cost.software import run_for
     from simulator.errors import ProfileError
     from simulator.hardware import load_profile
 
@@ -192,7 +192,7 @@ def _document(
     program: Program,
     trace: Path | None,
 ) -> dict[str, Any]:
-    from planner.documents import plan_document, prediction_document
+    from planner.planning.documents import plan_document, prediction_document
     from simulator.timeline import top_operators
 
     return {

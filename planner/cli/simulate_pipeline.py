@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.cli.simulate import Simulation
-    from planner.goodput import PlanGoodput, StraggledStep
     from planner.lowering.pipeline import PassTasks
-    from planner.pipeline_prediction import PipelinePrediction
-    from planner.strategy.plan import Plan
+    from planner.planning.goodput import PlanGoodput, StraggledStep
+    from planner.planning.pipeline_prediction import PipelinePrediction
+    from planner.plans.plan import Plan
     from simulator.hardware import Hardware
     from simulator.schedules import Schedule
 
@@ -29,8 +29,8 @@ def simulate_pipeline_plan(terminal: Terminal, asked: Simulation, schedule_file:
     ``schedule_file`` orders the passes of each rank instead of the plan's schedule.
     """
     from planner.cli.reliability import reliability_document, reliability_report
-    from planner.pipeline_prediction import write_trace
-    from planner.strategy.loading import predict_pipeline_strategy
+    from planner.planning.pipeline_prediction import write_trace
+    from planner.plans.loading import predict_pipeline_strategy
     from simulator import engine as reference
     from simulator.schedules.exchange import parse_schedule_csv
 
@@ -55,11 +55,11 @@ def simulate_pipeline_plan(terminal: Terminal, asked: Simulation, schedule_file:
 def _reliability(
     asked: Simulation, found: PipelinePrediction, schedule: Schedule | None
 ) -> tuple[StraggledStep | None, PlanGoodput | None]:
-    from planner.goodput import pipeline_checkpoint_bytes
     from planner.lowering.checked import checked_graph
     from planner.lowering.pipeline import lower_pipeline
-    from planner.pipeline_stragglers import straggle_pipeline
-    from planner.strategy.loading import naming
+    from planner.planning.goodput import pipeline_checkpoint_bytes
+    from planner.planning.pipeline_stragglers import straggle_pipeline
+    from planner.plans.loading import naming
 
     plan, hardware, extra = asked.plan, asked.hardware, asked.extra
     if extra.slow is None and extra.job is None:
@@ -114,7 +114,7 @@ def _collectives(work: PassTasks, counts: Any) -> list[dict[str, Any]]:
 
 
 def _document(asked: Simulation, found: PipelinePrediction) -> dict[str, Any]:
-    from planner.documents import plan_document, prediction_document
+    from planner.planning.documents import plan_document, prediction_document
 
     work = found.lowered.work
     counts = work.counts(found.lowered.schedule)
@@ -155,7 +155,7 @@ def _report(plan: Plan, hardware: Hardware, found: PipelinePrediction, trace: Pa
         memory_text,
         throughput,
     )
-    from planner.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
+    from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 
     prediction, schedule = found.prediction, found.lowered.schedule
     yield Text(f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name})", style="bold")

@@ -20,11 +20,11 @@ from planner.cli.tables import (
     plain_table,
     throughput,
 )
-from planner.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
+from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
-    from planner.planning import Prediction
-    from planner.strategy.plan import Plan
+    from planner.planning.planning import Prediction
+    from planner.plans.plan import Plan
     from simulator.hardware import Hardware
     from simulator.program import Program
     from simulator.timeline import Timeline

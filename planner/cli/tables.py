@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from planner.quantities import bytes_text, percent_text
+from simulator.quantities import bytes_text, percent_text
 
 if TYPE_CHECKING:
-    from planner.planning import Prediction
-    from planner.strategy.plan import Plan
+    from planner.planning.planning import Prediction
+    from planner.plans.plan import Plan
 
 BREAKDOWN_NAMES = {
     "compute_s": "compute",

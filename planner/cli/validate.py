@@ -17,9 +17,9 @@ from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.validation.predictions import Predictor
-    from planner.validation.reading import MeasuredRow
-    from planner.validation.results import AccuracyResult, Metrics, ScoredRow
+    from planner.published.predictions import Predictor
+    from planner.published.reading import MeasuredRow
+    from planner.published.results import AccuracyResult, Metrics, ScoredRow
 
 _SHOWN_FAULTS = 20
 
@@ -52,10 +52,10 @@ def validate(
     Every row gets a status: ok, skipped (the reason says which fact is missing) or error (the row is wrong: the
     reason names file, line and column).
     """
-    from planner.validation.metrics import accuracy_of
-    from planner.validation.predictions import prediction_lines, score
-    from planner.validation.reading import read_measurements
-    from planner.validation.results import AccuracyResult
+    from planner.published.metrics import accuracy_of
+    from planner.published.predictions import prediction_lines, score
+    from planner.published.reading import read_measurements
+    from planner.published.results import AccuracyResult
     from simulator.whole_file import write_whole
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
@@ -78,17 +78,17 @@ def validate(
 
 
 def _predictor() -> Predictor:
-    from planner.estimate.predict import predict_runs
-    from planner.estimate.software_file import shipped_software
+    from planner.published.estimate.predict import predict_runs
+    from planner.published.estimate.software_file import shipped_software
 
     return partial(predict_runs, software=shipped_software())
 
 
 def _left_out(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
     """Every row predicted by the fit without its source."""
-    from planner.estimate.software_file import shipped_software
-    from planner.validation.calibrating import held_out_predictions
-    from planner.validation.predictions import score
+    from planner.published.calibrating import held_out_predictions
+    from planner.published.estimate.software_file import shipped_software
+    from planner.published.predictions import score
 
     sources = {row.source for row in rows if row.run is not None}
     with terminal.counting("fitting without a source", len(sources)) as advance:

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from planner.cli.tables import facts, plain_table
-from planner.quantities import interval_text, percent_text, seconds_text
+from simulator.quantities import interval_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from planner.cli.terminal import Terminal
@@ -25,7 +25,7 @@ def run_virtually(
     """Run a strategy file on virtual devices, show what came of it and write it."""
     from planner.execution.launch.starting import check_processes
     from planner.execution.virtual.devices import run_virtual
-    from planner.strategy.file import read_plan
+    from planner.plans.file import read_plan
 
     plan = read_plan(strategy)
     check_processes(plan, processes)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.instructions import Communicate
+from planner.lowering.instructions import Communicate
 from simulator.errors import UnsupportedError
 from simulator.program import Collective
 

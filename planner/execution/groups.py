@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from planner.instructions import LoweredPlan, LoweredStages
+from planner.lowering.instructions import LoweredPlan, LoweredStages
 
 Groups = tuple[tuple[int, ...], ...]
 """Ranks of groups side by side, each rank in one of them."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from planner.execution.machine import Held, Machine, RankContext
-from planner.instructions import LoweredPlan, value_of_copy
+from planner.lowering.instructions import LoweredPlan, value_of_copy
 
 
 class Interpreter:

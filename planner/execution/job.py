@@ -11,7 +11,7 @@ from planner.execution import loss_scaling
 from planner.execution.checkpoints.options import Checkpoints
 from planner.execution.data.samples import InputSpec, Shard
 from planner.execution.optimizers import Hyperparameters
-from planner.instructions import LoweredPlan, LoweredStages
+from planner.lowering.instructions import LoweredPlan, LoweredStages
 from planner.sharding.local_context import own_part
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.sequence import SequenceCut

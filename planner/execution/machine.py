@@ -17,7 +17,7 @@ from planner.execution.loss_scaling import LossScale, overflow, unscaled
 from planner.execution.optimizers import StepFunction, SummedStep
 from planner.execution.peers import AxisPeers
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.instructions import (
+from planner.lowering.instructions import (
     Accumulate,
     BeginUpdate,
     CheckGradients,

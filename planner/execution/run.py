@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from planner.cost.software import machine_of
 from planner.execution.checkpoints.options import (
     last_checkpoint,
     prepare_folder,
@@ -35,13 +36,12 @@ from planner.execution.verification import (
     verified,
 )
 from planner.execution.worker import RankResult, train
-from planner.instructions import LoweredPlan
 from planner.lowering.checked import checked_graph
-from planner.prediction import predict
-from planner.software import machine_of
-from planner.strategy.file import read_plan
-from planner.strategy.loading import lower_to_run
-from planner.strategy.plan import Plan
+from planner.lowering.instructions import LoweredPlan
+from planner.planning.prediction import predict
+from planner.plans.file import read_plan
+from planner.plans.loading import lower_to_run
+from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import BACKENDS
 from simulator.calibration.machine_use import Disturbance, disturbance

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.execution.machine import Action, Held, Machine, RankContext
-from planner.instructions import Crossing, LoweredStages, StageInstructions, value_of_copy
+from planner.lowering.instructions import Crossing, LoweredStages, StageInstructions, value_of_copy
 from planner.lowering.stages import gradient_of_stage
 from simulator.pipeline_operators import PLAIN, action_variants
 from simulator.schedules import ActionKind

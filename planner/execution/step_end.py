@@ -24,7 +24,7 @@ from planner.execution.job import Job
 from planner.execution.launch.watch import Agreement
 from planner.execution.loss_scaling import LossScale
 from planner.execution.machine import Held
-from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
+from planner.lowering.instructions import LoweredPlan, LoweredStages, StoredParameter
 from simulator.errors import ExecutionError
 
 DISK_TIMEOUT_S = 1800.0

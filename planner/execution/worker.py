@@ -33,7 +33,7 @@ from planner.execution.optimizers import make_step
 from planner.execution.paces import PacedSteps
 from planner.execution.stages import Neighbours, StageInterpreter
 from planner.execution.step_end import StepEnd, keep_checkpoints, places, resumed_states
-from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
+from planner.lowering.instructions import LoweredPlan, LoweredStages, StoredParameter
 from planner.networks import load_network
 from planner.sharding.local_call import Moment
 from simulator.calibration.machine import BACKENDS

@@ -11,7 +11,6 @@ from functools import cache as remember
 from importlib import metadata
 from pathlib import Path
 
-import planner
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.serialization import graph_from_json, graph_to_json
 from simulator.errors import InputError
@@ -33,7 +32,7 @@ def folder() -> Path | None:
 def toolchain() -> str:
     """Everything but the network that a captured graph depends on: versions, and the code that captures."""
     digest = hashlib.sha256()
-    root = Path(planner.__path__[0])
+    root = Path(__file__).parents[1]
     for path in sorted([*root.glob("graph/**/*.py"), *root.glob("networks/**/*.py")]):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.instructions import Accumulate
+from planner.lowering.instructions import Accumulate
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.writer import Draft
 from planner.sharding.placement import Placements

@@ -10,7 +10,7 @@ from planner.lowering.blueprint import Blueprint
 from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.unit_work import Kinds, UnitWork, units_work
 from planner.lowering.work import Work
-from planner.strategy.plan import Plan
+from planner.plans.plan import Plan
 
 KEPT = 8
 """Plans whose passes are kept: as many as are usually simulated before the best is tried with other sizes."""

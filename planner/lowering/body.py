@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from planner.cost.work import cast_bytes
 from planner.graph.operator_graph import DROPOUT, Node, Role, TensorRef
-from planner.instructions import (
+from planner.lowering.host import disk_transfer
+from planner.lowering.instructions import (
     NOTHING,
     Communicate,
     Compute,
 )
-from planner.lowering.host import disk_transfer
 from planner.lowering.kept_messages import runs_again
 from planner.lowering.offload import Fetch, offload
 from planner.lowering.placed import PlacedGraph
@@ -24,7 +25,6 @@ from planner.sharding.placement import PARTIAL, Placements, local_shape
 from planner.sharding.redistribution import Step
 from planner.sharding.rules import InnerMessage
 from planner.sharding.sequence import SequenceCut
-from planner.work import cast_bytes
 from simulator.program import (
     Buffer,
     BufferKind,

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
-from planner.instructions import LoweredPlan
 from planner.lowering import lower_graph, lowering_options
+from planner.lowering.instructions import LoweredPlan
 from planner.networks import load_network
-from planner.request import PRECISIONS
+from planner.plans.plan import NodeRules, Plan, expanded_rules
+from planner.plans.request import PRECISIONS
 from planner.search.problem.solution import block_index, template_name
 from planner.sharding.context import context_rules
 from planner.sharding.rules import Rule, rules_for
-from planner.strategy.plan import NodeRules, Plan, expanded_rules
 from simulator.errors import InputError, StrategyError, UnsupportedError
 
 

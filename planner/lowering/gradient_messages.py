@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.instructions import NOTHING, Accumulate
 from planner.lowering.adding import ACCUMULATE
 from planner.lowering.draft import Draft
 from planner.lowering.groups import ALONE, BY_SIZE
+from planner.lowering.instructions import NOTHING, Accumulate
 from planner.lowering.packing import copied_bytes
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.unfolding import run_start
-from planner.strategy.exchange import Exchange
+from planner.plans.exchange import Exchange
 
 ALONE = -1
 """The group of a gradient that travels in a message of its own."""

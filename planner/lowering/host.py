@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from planner.cost.work import state_bytes
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.lowering.placed import PlacedGraph
-from planner.work import state_bytes
 from simulator.program import DISK, HOST, Kernel, Phase, Task
 
 HOST_STREAM = "host"

@@ -7,8 +7,8 @@ from itertools import product
 from math import prod
 
 from planner.lowering.replicas import REPLICAS
+from planner.plans.exchange import DataStrategy
 from planner.sharding.placement import REPLICATE, MeshAxis, Placements
-from planner.strategy.exchange import DataStrategy
 from simulator.errors import StrategyError
 
 BATCH_AXES = ("data", REPLICAS, "expert")

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from planner.instructions import Compute, HostCopy
 from planner.lowering.host import HOST_STREAM, host_copy
+from planner.lowering.instructions import Compute, HostCopy
 from planner.lowering.turns import with_names
 from planner.lowering.units import NOWHERE
 from planner.lowering.writer import Draft
-from planner.strategy.plan import Swap
+from planner.plans.plan import Swap
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Kernel, Phase
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from planner.cost.work import optimizer
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.placed import LoweringOptions
-from planner.strategy.plan import Plan, Swap
-from planner.work import optimizer
+from planner.plans.plan import Plan, Swap
 from simulator.errors import StrategyError
 
 T = TypeVar("T")

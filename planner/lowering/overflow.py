@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.instructions import CheckGradients, SettleScale, all_reduced
 from planner.lowering.blueprint import NO_VALUES, Block, Blueprint, Shared, shared
 from planner.lowering.copies import NOBODY
+from planner.lowering.instructions import CheckGradients, SettleScale, all_reduced
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.writer import Draft
 from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Task

@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.instructions import Communicate
+from planner.lowering.instructions import Communicate
 from simulator.program import Collective
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])

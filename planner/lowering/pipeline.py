@@ -10,13 +10,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from planner.cost.work import update_traffic
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.instructions import NOTHING
 from planner.lowering.bodies import unit_bodies
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import PassesRun, chunk_drafts, passes_run
 from planner.lowering.draft import Draft
 from planner.lowering.host import offloading
+from planner.lowering.instructions import NOTHING
 from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
 from planner.lowering.pass_operators import TaskTimes, pass_operators, reports
 from planner.lowering.placed import PlacedGraph, local_share
@@ -25,8 +26,7 @@ from planner.lowering.sums import summed
 from planner.lowering.unit_work import UnitWork
 from planner.lowering.work import Work
 from planner.lowering.written import Written
-from planner.strategy.plan import Plan
-from planner.work import update_traffic
+from planner.plans.plan import Plan
 from simulator.caches import in_caches, sharing_cores
 from simulator.corrections import message_time
 from simulator.errors import InputError, StrategyError

@@ -8,23 +8,23 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from math import inf, prod
 
+from planner.cost.kernel_shapes import kernel_shape, local_kernel
+from planner.cost.work import Optimizer, state_bytes, traffic_bytes
 from planner.graph.chain import Chain
 from planner.graph.host_tables import NO_TABLES, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
-from planner.instructions import Communicate, LoweredInput
-from planner.kernel_shapes import kernel_shape, local_kernel
 from planner.lowering.groups import BY_SIZE, message_groups
+from planner.lowering.instructions import Communicate, LoweredInput
 from planner.lowering.loaded import BATCH_AXES, loaded_placements
 from planner.lowering.units import no_units, units_of
+from planner.plans.exchange import UNASKED, Exchange
+from planner.plans.plan import NodeRules, Swap
 from planner.sharding.context import sequence_cut
 from planner.sharding.inner_messages import without_all_to_alls
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, Placements, placement_name
 from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
 from planner.sharding.sequence import SequenceCut
-from planner.strategy.exchange import UNASKED, Exchange
-from planner.strategy.plan import NodeRules, Swap
-from planner.work import Optimizer, state_bytes, traffic_bytes
 from simulator.errors import StrategyError
 from simulator.program import (
     Buffer,

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
-from planner.instructions import (
+from planner.lowering.blueprint import Blueprint
+from planner.lowering.instructions import (
     LoweredPlan,
     StoredParameter,
 )
-from planner.lowering.blueprint import Blueprint
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.replicas import data_axis, replicated_rules, with_replicas
 from planner.lowering.resolved import step_columns
@@ -20,7 +20,7 @@ from planner.lowering.segment import SegmentWriter
 from planner.lowering.start import start_instructions
 from planner.lowering.turns import more_batches
 from planner.lowering.writer import finished
-from planner.strategy.plan import NodeRules
+from planner.plans.plan import NodeRules
 from simulator.columns import KINDS, ProgramColumns, SegmentColumns
 from simulator.program import (
     Buffer,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner.graph.operator_graph import OperatorGraph
+from planner.plans.plan import NodeRules
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import Rule
-from planner.strategy.plan import NodeRules
 from simulator.errors import StrategyError
 
 REPLICAS = "data_replica"

@@ -16,9 +16,9 @@ from planner.lowering.groups import message_groups, trained_names
 from planner.lowering.options import keeps_messages, lowering_options, recompute_modes, swaps
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.program import spread
+from planner.plans.plan import LayerRules, NodeRules, Plan, expanded_rules
 from planner.search.problem.solution import template_name
 from planner.sharding.placement import PARTIAL, Placements
-from planner.strategy.plan import LayerRules, NodeRules, Plan, expanded_rules
 from simulator.errors import StrategyError
 
 Edge = tuple[object, object, object]

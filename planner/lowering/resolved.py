@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.cost.work import state_bytes
 from planner.graph.operator_graph import DTYPE_BYTES, Role
-from planner.instructions import value_of_copy
 from planner.lowering.blueprint import RELATIVE, SAME, Blueprint, BufferNames, Placing
+from planner.lowering.instructions import value_of_copy
 from planner.lowering.segment import SegmentWriter
 from planner.lowering.turns import stored_values
-from planner.work import state_bytes
 from simulator.columns import KIND_INDEX, Changes, ProgramColumns, SegmentColumns
 from simulator.program import COMPUTE_STREAM, BufferKind, ProgramAxis
 from simulator.task_table import BoolArray, IntArray

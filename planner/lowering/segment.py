@@ -10,14 +10,15 @@ from math import inf, prod
 
 import numpy as np
 
+from planner.cost.work import finish_traffic, sum_bytes, update_traffic
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
-from planner.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
 from planner.lowering.adding import addition
 from planner.lowering.blueprint import NO_VALUES, Block, Blueprint, Event, Shared, Visit, shared
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.host import offloading
+from planner.lowering.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
 from planner.lowering.offload import Fetch
 from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
@@ -29,7 +30,6 @@ from planner.lowering.ways import moves_together
 from planner.lowering.writer import in_order
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
-from planner.work import finish_traffic, sum_bytes, update_traffic
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Collective, Kernel, Phase, Task
 from simulator.task_table import IntArray
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from planner.instructions import Compute
+from planner.cost.work import in_halves
+from planner.lowering.instructions import Compute
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.writer import Draft
-from planner.work import in_halves
 
 
 def split_backward(source: PlacedGraph, drafts: Sequence[Draft]) -> list[Draft]:

@@ -15,7 +15,9 @@ import numpy as np
 from planner.graph.chain import Chain, chain
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, TensorRef
-from planner.instructions import (
+from planner.lowering.adding import adds_across_chunks
+from planner.lowering.chunk_passes import PassesRun, chunk_drafts, passes_run
+from planner.lowering.instructions import (
     Accumulate,
     BeginUpdate,
     CheckGradients,
@@ -33,8 +35,6 @@ from planner.instructions import (
     value_of_copy,
     written_values,
 )
-from planner.lowering.adding import adds_across_chunks
-from planner.lowering.chunk_passes import PassesRun, chunk_drafts, passes_run
 from planner.lowering.options import lowering_options
 from planner.lowering.overflow import FLAG, checks_gradients, flag_messages
 from planner.lowering.pipeline import chunk_units, plan_schedule
@@ -45,8 +45,8 @@ from planner.lowering.sums import summed
 from planner.lowering.unit_work import UnitWork, units_work
 from planner.lowering.work import Work
 from planner.lowering.written import Written
+from planner.plans.plan import Plan, expanded_rules
 from planner.sharding.placement import local_shape
-from planner.strategy.plan import Plan, expanded_rules
 from simulator.program import Phase
 from simulator.schedules import ActionKind, Schedule
 

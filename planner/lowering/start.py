@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from planner.instructions import Communicate, Instruction
+from planner.lowering.instructions import Communicate, Instruction
 from planner.lowering.placed import PlacedGraph
 from simulator.program import Collective, Phase, Task
 

@@ -9,7 +9,7 @@ from planner.lowering.bodies import step_body
 from planner.lowering.copies import UnalikeError
 from planner.lowering.options import lowering_options
 from planner.lowering.program import lower_graph, lower_step
-from planner.strategy.plan import Plan, expanded_rules
+from planner.plans.plan import Plan, expanded_rules
 from simulator.columns import ProgramColumns, columns
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from planner.cost.work import sum_bytes
 from planner.lowering.placed import PlacedGraph
-from planner.work import sum_bytes
 from simulator.program import Collective, Phase, Task
 
 

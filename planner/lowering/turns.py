@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planner.graph.operator_graph import Role
-from planner.instructions import Communicate, Compute, HostCopy, Instruction, Mask, Slice, value_of_copy
+from planner.lowering.instructions import Communicate, Compute, HostCopy, Instruction, Mask, Slice, value_of_copy
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.writer import Draft
 from simulator.program import Buffer, BufferKind

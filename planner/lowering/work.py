@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from planner.instructions import Instruction, value_of_copy
+from planner.lowering.instructions import Instruction, value_of_copy
 from planner.lowering.turns import in_copy
 from planner.lowering.writer import Draft
 from simulator.program import Task

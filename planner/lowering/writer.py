@@ -8,14 +8,14 @@ from math import prod
 from typing import Any
 
 from planner.graph.operator_graph import Role, TensorRef
-from planner.instructions import (
+from planner.lowering.host import host_copy
+from planner.lowering.instructions import (
     Communicate,
     HostCopy,
     Instruction,
     Mask,
     Slice,
 )
-from planner.lowering.host import host_copy
 from planner.lowering.packing import copied_bytes
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.sharding.placement import Placements

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from planner.instructions import value_of_copy
 from planner.lowering.draft import Draft
+from planner.lowering.instructions import value_of_copy
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.unit_work import Mark
 from planner.lowering.ways import Way

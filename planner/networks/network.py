@@ -15,7 +15,7 @@ from planner.graph.operator_graph import OperatorGraph
 if TYPE_CHECKING:
     from torch import nn
 
-    from planner.context.marks import Marks
+    from planner.exchange.mindspore.marks import Marks
     from planner.networks.decoder.graph import Decoder
 
 Family = Literal["image", "language", "features"]

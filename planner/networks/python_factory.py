@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from planner.context.layerwise import marked_layerwise
-from planner.context.marks import marks_of
+from planner.exchange.mindspore.layerwise import marked_layerwise
+from planner.exchange.mindspore.marks import marks_of
 from planner.graph.capture_errors import is_library, short_path
 from planner.networks.network import Family, InputSpec, Network
 from planner.networks.sharded_call import know_calls

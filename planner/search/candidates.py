@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
-from planner.context.errors import ContextError
+from planner.cost.work import Optimizer
+from planner.exchange.mindspore.errors import ContextError
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
-from planner.request import Pins
+from planner.plans.request import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
 from planner.search.configurations.space import divisors
 from planner.search.dynamic_programming import fastest, least_bytes, once_s
@@ -22,7 +23,6 @@ from planner.search.problem.solution import Solution
 from planner.search.problem.together import time_together
 from planner.search.problem.variables import Decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from planner.work import Optimizer
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from planner.graph.operator_graph import OperatorGraph
-    from planner.planning import PlanRequest
+    from planner.planning.planning import PlanRequest
 
 SCHEME = "dask://"
 CONNECT_S = 10.0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
     from planner.graph.operator_graph import OperatorGraph
-    from planner.planning import PlanRequest, PlanResult
+    from planner.planning.planning import PlanRequest, PlanResult
 
 SUFFIX = ".partial.jsonl"
 MAX_FILE_BYTES = 2**30
@@ -173,7 +173,7 @@ def _parse(line: bytes) -> tuple[str, dict[str, Any]]:
 def _results() -> TypeAdapter[PlanResult]:
     from pydantic import TypeAdapter
 
-    from planner.planning import PlanResult
+    from planner.planning.planning import PlanResult
 
     return TypeAdapter(PlanResult)
 

@@ -11,7 +11,7 @@ from simulator.errors import InputError
 from simulator.hardware import load_profile
 
 if TYPE_CHECKING:
-    from planner.request import PlanRequest
+    from planner.plans.request import PlanRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,8 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
     ProfileError
         A profile is missing or malformed.
     """
-    from planner.request import PlanRequest
-    from planner.software import as_run, norms_of
+    from planner.cost.software import as_run, norms_of
+    from planner.plans.request import PlanRequest
 
     for name in options.hardware:
         as_run(load_profile(name), options.software, options.attention)

@@ -20,7 +20,7 @@ from simulator.errors import MeshwrightError
 
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
-    from planner.planning import PlanRequest
+    from planner.planning.planning import PlanRequest
 
 Numbered = Generator[tuple[int, WhatIfRow], None, None]
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from planner.documents import Document, candidate_document, search_document
-from planner.strategy.plan import Status
+from planner.planning.documents import Document, candidate_document, search_document
+from planner.plans.plan import Status
 from planner.what_if.options import point_name
 from simulator.errors import InputError, MeshwrightError, UnsupportedError
 from simulator.hardware import load_profile
 
 if TYPE_CHECKING:
-    from planner.planning import Candidate, PlanRequest, PlanResult
-    from planner.shared_tables import SharedTables
+    from planner.planning.planning import Candidate, PlanRequest, PlanResult
+    from planner.planning.shared_tables import SharedTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def plan_point(request: PlanRequest, shared: SharedTables) -> WhatIfRow:
     RuntimeError
         A defect; the message names the point.
     """
-    from planner.planning import plan_network
+    from planner.planning.planning import plan_network
 
     try:
         result = plan_network(request, shared=shared)
@@ -94,7 +94,7 @@ def row_of(request: PlanRequest, result: PlanResult, *, refused: bool = False) -
 
 
 def _refusal(reason: str) -> PlanResult:
-    from planner.planning import PlanResult
+    from planner.planning.planning import PlanResult
 
     return PlanResult(
         status=Status.INFEASIBLE, candidates=(), elapsed_s=0.0, capture_s=0.0, messages=(), infeasible=reason

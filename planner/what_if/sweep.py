@@ -14,7 +14,7 @@ from planner.what_if.rows import WhatIfRow, finish_rows, plan_point
 
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
-    from planner.planning import PlanRequest
+    from planner.planning.planning import PlanRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def prepare(options: WhatIfOptions, *, journal: Path | None = None, fresh: bool 
     InputError
         Wrong for every point: an unknown network or profile, a journal that cannot be written.
     """
-    from planner.planning import capture_for
+    from planner.planning.planning import capture_for
 
     requests = requests_of(options)
     graph = capture_for(requests[0])
@@ -142,7 +142,7 @@ def _planned(
 
         yield from on_cluster(graph, waiting, cluster) if waiting else ()
     elif min(jobs, len(waiting)) <= 1:
-        from planner.shared_tables import SharedTables
+        from planner.planning.shared_tables import SharedTables
 
         shared = SharedTables(graph)
         yield from ((number, plan_point(request, shared)) for number, request in waiting.items())

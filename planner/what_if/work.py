@@ -12,8 +12,8 @@ from planner.what_if.rows import WhatIfRow, plan_point
 
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
-    from planner.planning import PlanRequest
-    from planner.shared_tables import SharedTables
+    from planner.planning.planning import PlanRequest
+    from planner.planning.shared_tables import SharedTables
 
 Work = Callable[[int, "PlanRequest", str], tuple[int, WhatIfRow]]
 
@@ -26,7 +26,7 @@ def graph_text(graph: OperatorGraph) -> str:
 @lru_cache(maxsize=1)
 def shared_of(text: str) -> SharedTables:
     """Read the graph. A process reads it once and keeps the tables of one sweep: all its points share them."""
-    from planner.shared_tables import SharedTables
+    from planner.planning.shared_tables import SharedTables
 
     return SharedTables(graph_from_json(json.loads(text)))
 

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.beside import Beside
-from planner.planning import PlanRequest, plan_network
+from planner.planning.beside import Beside
+from planner.planning.planning import PlanRequest, plan_network
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="plans are simulated beside on Linux alone")
 

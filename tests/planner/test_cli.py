@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import planner.cli
-import planner.planning
 from planner.cli.app import app
-from planner.strategy.file import read_strategy, write_plan
+from planner.planning import planning
+from planner.plans.file import read_strategy, write_plan
 from simulator.errors import ExecutionError
 from tests.results import infeasible_result, make_plan, make_result, make_rows
 
@@ -51,15 +51,15 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[planner.planning.PlanRequest]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[planning.PlanRequest]:
     """Plan without searching; gives the requests that were made."""
-    requests: list[planner.planning.PlanRequest] = []
+    requests: list[planning.PlanRequest] = []
 
-    def plan_network(request: planner.planning.PlanRequest, **_: object) -> planner.planning.PlanResult:
+    def plan_network(request: planning.PlanRequest, **_: object) -> planning.PlanResult:
         requests.append(request)
         return make_result()
 
-    monkeypatch.setattr(planner.planning, "plan_network", plan_network)
+    monkeypatch.setattr(planning, "plan_network", plan_network)
     return requests
 
 
@@ -73,7 +73,7 @@ def test_help_has_a_worked_example_and_the_common_options(command: list[str]) ->
         assert option in result.stdout
 
 
-def test_plan_prints_a_table_and_writes_the_strategy(planned: list[planner.planning.PlanRequest]) -> None:
+def test_plan_prints_a_table_and_writes_the_strategy(planned: list[planning.PlanRequest]) -> None:
     result = run(*PLAN, "--pin", "tp=2", "--top", "3", "--precision", "bf16", "--global-batch", "64")
     assert result.exit_code == 0, result.stderr
     for words in ("100 ms", "80.0–130 ms", "328 k", "41.2 %", "20.0 GiB", "gap 0 %", "calibrated", "strategy.json"):
@@ -87,7 +87,7 @@ def test_plan_prints_a_table_and_writes_the_strategy(planned: list[planner.plann
     assert written.prediction["step_time_s"] == 0.1
 
 
-def test_plan_json_is_one_document_and_nothing_else(planned: list[planner.planning.PlanRequest]) -> None:
+def test_plan_json_is_one_document_and_nothing_else(planned: list[planning.PlanRequest]) -> None:
     Path("deep").mkdir()
     result = run(*PLAN, "--json", "--out", "deep/mine.json")
     document = json.loads(result.stdout)
@@ -112,12 +112,12 @@ def test_plan_json_is_one_document_and_nothing_else(planned: list[planner.planni
     assert "no rule" in result.stderr
 
 
-def test_plan_quiet_prints_the_file(planned: list[planner.planning.PlanRequest]) -> None:
+def test_plan_quiet_prints_the_file(planned: list[planning.PlanRequest]) -> None:
     result = run(*PLAN, "--quiet")
     assert (result.stdout, result.stderr) == ("strategy.json\n", "")
 
 
-def test_plan_reads_a_config(planned: list[planner.planning.PlanRequest]) -> None:
+def test_plan_reads_a_config(planned: list[planning.PlanRequest]) -> None:
     Path("gpt2.yaml").write_text("network: zoo:gpt2\nhw: dgx-a100\ndevices: 16\nseq-len: 512\ntop: 2\n")
     result = run("plan", "--config", "gpt2.yaml", "--devices", "8", "-q")
     assert result.exit_code == 0, result.stderr
@@ -126,7 +126,7 @@ def test_plan_reads_a_config(planned: list[planner.planning.PlanRequest]) -> Non
 
 
 def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner.planning, "plan_network", lambda request, **_: infeasible_result())
+    monkeypatch.setattr(planning, "plan_network", lambda request, **_: infeasible_result())
     result = run(*PLAN, "--json")
     assert result.exit_code == 3
     document = json.loads(result.stdout)
@@ -278,7 +278,7 @@ def test_an_unexpected_error_gives_exit_code_1_without_a_traceback(monkeypatch: 
     def fail(request: object, **_: object) -> None:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(planner.planning, "plan_network", fail)
+    monkeypatch.setattr(planning, "plan_network", fail)
     result = run(*PLAN)
     assert result.exit_code == 1
     assert (
@@ -298,7 +298,7 @@ def test_an_interrupt_gives_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> No
     def interrupt(request: object, **_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planner.planning, "plan_network", interrupt)
+    monkeypatch.setattr(planning, "plan_network", interrupt)
     result = run(*PLAN)
     assert (result.exit_code, result.stderr) == (130, "meshwright: interrupted\n")
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.cost.work import cast_bytes
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import EIGHT_BITS, FOUR_BITS, at_batch, at_precision
 from planner.graph.statistics import wide_nodes
 from planner.lowering.checked import lower
-from planner.planning import PlanRequest, plan_network
-from planner.work import cast_bytes
+from planner.planning.planning import PlanRequest, plan_network
 from simulator import launches
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError

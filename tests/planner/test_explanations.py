@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from planner.explanations import other_choices
-from planner.planning import PlanRequest, PlanResult, plan_network
+from planner.planning.explanations import other_choices
+from planner.planning.planning import PlanRequest, PlanResult, plan_network
 from simulator.hardware import write_profile
 from tests.planner.search.problems import captured
 

@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 
 from planner.execution.run import ExecuteOptions, execute_plan
-from planner.planning import PlanRequest, capture_for, plan_network
-from planner.request import read_pins
+from planner.planning.planning import PlanRequest, capture_for, plan_network
+from planner.planning.setting import setting_of
+from planner.planning.shared_tables import SharedTables
+from planner.plans.request import read_pins
 from planner.search.configurations.storage import Storages
-from planner.setting import setting_of
-from planner.shared_tables import SharedTables
 from simulator.program import Kernel
 from tests.planner.execution.small import LENGTH, VOCABULARY, place
 

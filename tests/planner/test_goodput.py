@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from planner.plans.file import read_plan
+from planner.plans.loading import lower_strategy
 from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
-from planner.goodput import checkpoint_bytes, plan_goodput, straggle, with_given
-from planner.instructions import LoweredPlan
-from planner.strategy.file import read_plan
-from planner.strategy.loading import lower_strategy
-from planner.work import optimizer
+from planner.cost.work import optimizer
+from planner.lowering.instructions import LoweredPlan
+from planner.planning.goodput import checkpoint_bytes, plan_goodput, straggle, with_given
 from simulator.errors import InputError
 from simulator.hardware import Reliability, load_profile
 from simulator.program import BufferKind

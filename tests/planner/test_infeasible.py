@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import infeasible
-from planner.configured import Configured
-from planner.request import Pins
+from planner.planning import infeasible
+from planner.planning.configured import Configured
+from planner.plans.request import Pins
 from simulator.hardware import load_profile
 
 A100 = load_profile("dgx-a100")

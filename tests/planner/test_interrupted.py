@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner.plans.file import read_plan
+from planner.plans.plan import Status
 
-from planner.planning import PlanRequest, plan_network
+from planner.planning.planning import PlanRequest, plan_network
 from planner.search.patience import Patience
-from planner.strategy.file import read_plan
-from planner.strategy.plan import Status
 from simulator.calibration.process import available_cores
 from tests.planner.search.problems import captured
 
@@ -76,12 +76,12 @@ def plan_interrupted(folder: Path, where: str, *after: int, cores: str = "alone"
 @pytest.mark.parametrize(
     ("where", "after"),
     [
-        pytest.param("planner.configured:stage_tables", 1, id="first table"),
-        pytest.param("planner.configured:predict_plan", 1, id="first simulation", marks=pytest.mark.slow),
-        pytest.param("planner.configured:predict_plan", 3, id="third simulation", marks=pytest.mark.slow),
-        pytest.param("planner.found_configurations:shadow_prices", 1, id="prices", marks=pytest.mark.slow),
-        pytest.param("planner.planning:search_one_stage", 1, id="operators", marks=pytest.mark.slow),
-        pytest.param("planner.planning:refined", 1, id="refining", marks=pytest.mark.slow),
+        pytest.param("planner.planning.configured:stage_tables", 1, id="first table"),
+        pytest.param("planner.planning.configured:predict_plan", 1, id="first simulation", marks=pytest.mark.slow),
+        pytest.param("planner.planning.configured:predict_plan", 3, id="third simulation", marks=pytest.mark.slow),
+        pytest.param("planner.planning.found_configurations:shadow_prices", 1, id="prices", marks=pytest.mark.slow),
+        pytest.param("planner.planning.planning:search_one_stage", 1, id="operators", marks=pytest.mark.slow),
+        pytest.param("planner.planning.planning:refined", 1, id="refining", marks=pytest.mark.slow),
         pytest.param(
             "planner.search.configurations.branch_and_bound:_Search._further", 1, id="bounds", marks=pytest.mark.slow
         ),
@@ -98,7 +98,7 @@ def test_the_best_plan_so_far_is_written_with_its_gap(tmp_path: Path, where: str
 
 @pytest.mark.slow
 @pytest.mark.skipif(available_cores() < 2, reason="plans are simulated beside on a second core")
-@pytest.mark.parametrize("where", ["planner.configured:predict_plan", "planner.beside:Beside.value"])
+@pytest.mark.parametrize("where", ["planner.planning.configured:predict_plan", "planner.planning.beside:Beside.value"])
 def test_an_interrupt_while_another_process_simulates_writes_the_best_plan(tmp_path: Path, where: str) -> None:
     code, text, out = plan_interrupted(tmp_path, where, 1, cores="all")
     assert code == 0
@@ -109,7 +109,7 @@ def test_an_interrupt_while_another_process_simulates_writes_the_best_plan(tmp_p
 @pytest.mark.parametrize(
     ("where", "after"),
     [
-        ("planner.setting:load_network", (1,)),
+        ("planner.planning.setting:load_network", (1,)),
         ("planner.search.configurations.branch_and_bound:_Search._open", (1, 2)),
     ],
 )

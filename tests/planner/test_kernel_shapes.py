@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from planner.cost.kernel_shapes import KernelShape, kernel_shape, local_kernel
 from planner.graph.operator_graph import OperatorGraph, TensorRef
 from planner.graph.scaling import at_batch
-from planner.kernel_shapes import KernelShape, kernel_shape, local_kernel
 from planner.lowering.placed import local_share
 from simulator.hardware import load_profile
 from simulator.kernels import attention_time, best_rate, convolution_time, has_shape_model, shaped_time

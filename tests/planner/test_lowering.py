@@ -11,8 +11,10 @@ from math import prod
 import numpy as np
 import pytest
 
+from planner.cost.work import optimizer
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role, TensorRef
-from planner.instructions import (
+from planner.lowering import LoweringOptions, lower_graph
+from planner.lowering.instructions import (
     Accumulate,
     Communicate,
     Compute,
@@ -23,13 +25,11 @@ from planner.instructions import (
     Slice,
     Update,
 )
-from planner.lowering import LoweringOptions, lower_graph
-from planner.request import ParameterStorage
+from planner.plans.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.problem import Cost, Problem
 from planner.search.problem.solution import node_rules
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements
-from planner.work import optimizer
 from simulator import engine, fast_engine
 from simulator.hardware import load_profile
 from simulator.program import SUMMED_CLASS, Collective, Kernel, Phase, Task

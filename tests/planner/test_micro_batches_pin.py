@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.planning import PlanRequest, plan_network
-from planner.request import SEARCH_MODES
+from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.request import SEARCH_MODES
 from simulator.errors import InputError
 
 

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 import yaml
+from planner.plans.file import plan_to_text, read_plan, write_plan
+from planner.plans.plan import Plan, Status, optimizer_sharding
 
-from planner import one_stage, planning
-from planner.analytic import differing_term
 from planner.cli.plan_tables import difference_text
 from planner.graph.operator_graph import OperatorGraph
-from planner.one_stage import _stored
-from planner.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
-from planner.prediction import Prediction, predict_plan
-from planner.request import PIN_NAMES
+from planner.planning import one_stage, planning
+from planner.planning.analytic import differing_term
+from planner.planning.one_stage import _stored
+from planner.planning.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
+from planner.planning.prediction import Prediction, predict_plan
+from planner.plans.request import PIN_NAMES
 from planner.search.candidates import Found, Space
 from planner.search.configurations.storage import Storage
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule
-from planner.strategy.file import plan_to_text, read_plan, write_plan
-from planner.strategy.plan import Plan, Status, optimizer_sharding
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware, load_profile, write_profile
 from tests.planner.search.problems import captured

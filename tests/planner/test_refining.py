@@ -6,15 +6,15 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from planner.plans.plan import Plan
 
-from planner import refining
 from planner.graph.operator_graph import OperatorGraph
-from planner.one_stage import Candidate
-from planner.planning import PlanRequest, plan_network
-from planner.prediction import Prediction, predict_plan
+from planner.planning import refining
+from planner.planning.one_stage import Candidate
+from planner.planning.planning import PlanRequest, plan_network
+from planner.planning.prediction import Prediction, predict_plan
+from planner.planning.setting import setting_of
 from planner.search.configurations.buckets import MIB
-from planner.setting import setting_of
-from planner.strategy.plan import Plan
 from simulator.hardware import Hardware
 
 REQUEST = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, pins={"dp": "2", "pp": "1"})

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from planner.planning import PlanRequest, plan_network
-from planner.request import PRECISIONS, Pins, read_pins
+from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.request import PRECISIONS, Pins, read_pins
 from simulator.errors import InputError, ProfileError, UnsupportedError
 from tests.planner.search.problems import captured
 

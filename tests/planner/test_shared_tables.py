@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-import planner.configured
-from planner.planning import PlanRequest, PlanResult, plan_network
+import planner.planning.configured
+from planner.planning.planning import PlanRequest, PlanResult, plan_network
+from planner.planning.shared_tables import NetworkTables, SharedTables
 from planner.search.units.labels import StageTables
-from planner.shared_tables import NetworkTables, SharedTables
 from simulator.errors import InputError
 from tests.planner.search.problems import captured
 
-planner_tables = planner.configured.stage_tables
+planner_tables = planner.planning.configured.stage_tables
 GRAPH = captured("mlp")
 REQUEST = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=4, global_batch=32, top=1)
 
@@ -26,7 +26,7 @@ def found(result: PlanResult) -> tuple[object, ...]:
 def test_plans_do_not_depend_on_what_was_planned_before(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     monkeypatch.setattr(
-        "planner.configured.stage_tables", lambda *a, f=planner_tables, **k: made.append(a[3]) or f(*a, **k)
+        "planner.planning.configured.stage_tables", lambda *a, f=planner_tables, **k: made.append(a[3]) or f(*a, **k)
     )
     points = [
         REQUEST,

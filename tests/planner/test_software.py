@@ -9,21 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planner.plans.exchange import Exchange
+from planner.plans.file import plan_from_text, plan_to_text
 
-from planner.analytic import differing_term
-from planner.estimate.software_file import shipped_software
-from planner.estimate.usual_software import factors_of
+from planner.cost.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of, norms_of
 from planner.execution.launch.starting import check_options
 from planner.execution.run import ExecuteOptions
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_precision
 from planner.lowering.checked import checked_graph, lower
-from planner.planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
-from planner.prediction import predict_plan
-from planner.shared_tables import SharedTables
-from planner.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of, norms_of
-from planner.strategy.exchange import Exchange
-from planner.strategy.file import plan_from_text, plan_to_text
+from planner.planning.analytic import differing_term
+from planner.planning.planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
+from planner.planning.prediction import predict_plan
+from planner.planning.shared_tables import SharedTables
+from planner.published.estimate.software_file import shipped_software
+from planner.published.estimate.usual_software import factors_of
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
 from simulator.hardware import load_profile

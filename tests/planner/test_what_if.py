@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from planner.plans.plan import Status
 
-import planner.planning
-from planner.planning import Candidate, PlanRequest, PlanResult
-from planner.strategy.plan import Status
+import planner.planning.planning
+from planner.planning.planning import Candidate, PlanRequest, PlanResult
 from planner.what_if import WhatIfOptions, batch_rule, row_document, what_if
 from simulator.errors import InputError, ProfileError, UnsupportedError
 from tests.results import infeasible_result, make_plan, make_prediction, make_result
@@ -34,8 +34,8 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
         )
         return replace(make_result(), candidates=(candidate,))
 
-    monkeypatch.setattr(planner.planning, "plan_network", plan_network)
-    monkeypatch.setattr(planner.planning, "capture_for", lambda request: None)
+    monkeypatch.setattr(planner.planning.planning, "plan_network", plan_network)
+    monkeypatch.setattr(planner.planning.planning, "capture_for", lambda request: None)
     return made
 
 
@@ -83,8 +83,8 @@ def test_what_is_wrong_for_every_row_is_an_error(monkeypatch: pytest.MonkeyPatch
     def refuse(request: PlanRequest, *, shared: object) -> PlanResult:
         raise InputError("a wrong batch")
 
-    monkeypatch.setattr(planner.planning, "plan_network", refuse)
-    monkeypatch.setattr(planner.planning, "capture_for", lambda request: None)
+    monkeypatch.setattr(planner.planning.planning, "plan_network", refuse)
+    monkeypatch.setattr(planner.planning.planning, "capture_for", lambda request: None)
     with pytest.raises(InputError, match="a wrong batch"):
         what_if(OPTIONS)
 
@@ -93,8 +93,8 @@ def test_what_is_not_supported_is_an_error_at_once(monkeypatch: pytest.MonkeyPat
     def refuse(request: PlanRequest, *, shared: object) -> PlanResult:
         raise UnsupportedError("pp is not supported yet")
 
-    monkeypatch.setattr(planner.planning, "plan_network", refuse)
-    monkeypatch.setattr(planner.planning, "capture_for", lambda request: None)
+    monkeypatch.setattr(planner.planning.planning, "plan_network", refuse)
+    monkeypatch.setattr(planner.planning.planning, "capture_for", lambda request: None)
     with pytest.raises(UnsupportedError):
         what_if(OPTIONS)
 

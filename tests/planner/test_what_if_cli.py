@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import planner.planning
+import planner.planning.planning
 from planner.cli.app import app
-from planner.planning import Candidate, PlanRequest, PlanResult
+from planner.planning.planning import Candidate, PlanRequest, PlanResult
 from simulator.errors import ProfileError
 from tests.results import infeasible_result, make_plan, make_prediction, make_result
 
@@ -49,7 +49,7 @@ class Planner:
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> Planner:
     made = Planner()
-    monkeypatch.setattr(planner.planning, "plan_network", made)
+    monkeypatch.setattr(planner.planning.planning, "plan_network", made)
     return made
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from planner.graph.operator_graph import OperatorGraph
-from planner.planning import PlanRequest, capture_for
+from planner.planning.planning import PlanRequest, capture_for
 from planner.what_if import WhatIfOptions, cluster, row_document, what_if
 from planner.what_if.cluster import on_cluster
 from planner.what_if.options import requests_of

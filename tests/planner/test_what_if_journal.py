@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
 
-import planner.planning
 from planner.graph.operator_graph import OperatorGraph
-from planner.planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
+from planner.planning import planning
 from planner.what_if import WhatIfOptions, prepare, run
 from planner.what_if.journal import discard, journal_of, point_key, read, writer
 from planner.what_if.rows import WhatIfRow, row_of
@@ -50,7 +50,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
             raise ProfileError("64 devices do not fit")
         return result_of(request)
 
-    monkeypatch.setattr(planner.planning, "plan_network", plan_network)
+    monkeypatch.setattr(planning, "plan_network", plan_network)
     return made
 
 
@@ -69,7 +69,9 @@ def test_an_interrupted_search_ends_the_sweep_and_keeps_no_point(
 ) -> None:
     journal = tmp_path / "report.html.partial.jsonl"
     monkeypatch.setattr(
-        planner.planning, "plan_network", lambda request, *, shared: replace(result_of(request), interrupted=True)
+        planning,
+        "plan_network",
+        lambda request, *, shared: replace(result_of(request), interrupted=True),
     )
     with pytest.raises(KeyboardInterrupt):
         run(prepare(OPTIONS, journal=journal))

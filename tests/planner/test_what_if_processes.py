@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from planner.graph.operator_graph import OperatorGraph
-from planner.planning import PlanRequest, capture_for
+from planner.planning.planning import PlanRequest, capture_for
 from planner.what_if import WhatIfOptions, row_document, what_if
 from planner.what_if.options import requests_of
 from planner.what_if.processes import in_processes, usable_cores

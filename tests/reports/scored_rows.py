@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.validation.aims import ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, TRANSFORMERS
-from planner.validation.metrics import accuracy_of
-from planner.validation.results import AccuracyResult, ScoredRow
+from planner.published.aims import ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, TRANSFORMERS
+from planner.published.metrics import accuracy_of
+from planner.published.results import AccuracyResult, ScoredRow
 
 SOURCES = (
     ("Megatron papers (SC21)", TRANSFORMERS, "NVIDIA A100-SXM4-80GB", 0.04),

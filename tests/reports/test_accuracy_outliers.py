@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from planner.validation.aims import FUNCTIONAL
-from planner.validation.memory_doubts import MISSING_FACT
-from planner.validation.results import ScoredRow
+from planner.published.aims import FUNCTIONAL
+from planner.published.memory_doubts import MISSING_FACT
+from planner.published.results import ScoredRow
 from reports.accuracy_outliers import memory_outliers, time_outliers
 from reports.page import Html
 

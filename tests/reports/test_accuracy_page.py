@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.validation.aims import AIMS, EVERYTHING, FUNCTIONAL, metrics_of
-from planner.validation.metrics import accuracy_of
-from planner.validation.outliers import outliers
-from planner.validation.results import AccuracyResult, ScoredRow
+from planner.published.aims import AIMS, EVERYTHING, FUNCTIONAL, metrics_of
+from planner.published.metrics import accuracy_of
+from planner.published.outliers import outliers
+from planner.published.results import AccuracyResult, ScoredRow
 from reports.accuracy_page import FITTED, LEFT_OUT, accuracy_page, write_accuracy_report
 from tests.reports.scored_rows import SOURCES, made_up_result
 from tests.reports.test_pages import outline

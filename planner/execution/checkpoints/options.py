@@ -15,7 +15,7 @@ from planner.execution.checkpoints.record import (
     remove_unfinished,
 )
 from planner.execution.data.samples import Position
-from planner.strategy.plan import Plan
+from planner.plans.plan import Plan
 from simulator.errors import InputError
 
 

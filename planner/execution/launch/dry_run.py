@@ -12,7 +12,7 @@ import torch
 from planner.execution.job import input_specs
 from planner.execution.launch.starting import Prepared
 from planner.execution.measuring.recorded import timed_instructions, update_payload
-from planner.instructions import Communicate, Instruction, LoweredPlan, LoweredStages, StoredParameter
+from planner.lowering.instructions import Communicate, Instruction, LoweredPlan, LoweredStages, StoredParameter
 from planner.sharding.placement import local_shape
 from simulator.calibration.machine import BACKENDS
 from simulator.program import Task

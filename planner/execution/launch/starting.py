@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from planner.cost.software import machine_of
 from planner.execution.checkpoints.options import check_verifiable, checkpoints, digest_of, find_beginning
 from planner.execution.data.samples import check_dataset, open_dataset
 from planner.execution.job import Job, check_precision, input_specs
@@ -18,13 +19,12 @@ from planner.execution.memory import free_memory, least_free_memory
 from planner.execution.optimizers import hyperparameters
 from planner.execution.paces import begin_together
 from planner.execution.worker import train
-from planner.instructions import LoweredPlan, LoweredStages
 from planner.lowering.checked import checked_graph
-from planner.pipeline_prediction import predict_pipeline
-from planner.prediction import Prediction, predict
-from planner.software import machine_of
-from planner.strategy.loading import lower_to_run, naming
-from planner.strategy.plan import Plan
+from planner.lowering.instructions import LoweredPlan, LoweredStages
+from planner.planning.pipeline_prediction import predict_pipeline
+from planner.planning.prediction import Prediction, predict
+from planner.plans.loading import lower_to_run, naming
+from planner.plans.plan import Plan
 from simulator.calibration.launch import ask_process
 from simulator.calibration.machine import BACKENDS, count_devices
 from simulator.errors import InfeasibleError, InputError, ProfileError, UnsupportedError

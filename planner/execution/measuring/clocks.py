@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from planner.execution.machine import Action
-from planner.instructions import Communicate, Instruction, LoweredPlan, LoweredStages
+from planner.lowering.instructions import Communicate, Instruction, LoweredPlan, LoweredStages
 
 IntArray = NDArray[np.int64]
 REDUCTION, RECEIVE = 3, 4

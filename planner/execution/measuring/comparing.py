@@ -11,9 +11,9 @@ from planner.execution.machine import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE, REDUCTION, RankRecord
 from planner.execution.measuring.recorded import FloatArray, RankTimes, quiet_tasks, rank_times
 from planner.execution.virtual.script import predicted_times, tie_axes
-from planner.instructions import LoweredPlan, LoweredStages
-from planner.prediction import ROUNDING
-from planner.strategy.plan import Plan
+from planner.lowering.instructions import LoweredPlan, LoweredStages
+from planner.planning.prediction import ROUNDING
+from planner.plans.plan import Plan
 from simulator.hardware import Hardware
 from simulator.program import COMPUTE_STREAM, Task
 from simulator.timeline import Timeline

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.instructions import BeginUpdate, LoweredPlan, LoweredStages, Update
-from planner.strategy.plan import Plan
+from planner.lowering.instructions import BeginUpdate, LoweredPlan, LoweredStages, Update
+from planner.plans.plan import Plan
 from simulator.errors import UnsupportedError
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.work import optimizer, update_traffic
 from planner.execution.machine import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE, REDUCTION, IntArray, RankRecord, aligned, catalogue
 from planner.execution.virtual.script import tie_axes
 from planner.graph.operator_graph import DTYPE_BYTES
-from planner.instructions import (
+from planner.lowering.instructions import (
     Accumulate,
     BeginUpdate,
     Communicate,
@@ -24,9 +25,8 @@ from planner.instructions import (
 from planner.lowering.overflow import FLAG, FLAG_BYTES
 from planner.lowering.packing import copied_bytes
 from planner.lowering.stages import sums_of
+from planner.plans.plan import Plan
 from planner.sharding.placement import MeshAxis, local_shape
-from planner.strategy.plan import Plan
-from planner.work import optimizer, update_traffic
 from simulator.pipeline_operators import PLAIN, action_variants
 from simulator.program import COMPUTE_STREAM, Kernel, Phase, ProgramAxis, Task
 from simulator.schedules import ActionKind

@@ -17,8 +17,8 @@ from planner.execution.measuring.clocks import RECEIVE
 from planner.execution.measuring.comparing import middle_step
 from planner.execution.measuring.recorded import RankTimes
 from planner.graph.operator_graph import OperatorGraph
-from planner.instructions import LoweredPlan, LoweredStages
-from planner.strategy.plan import Plan
+from planner.lowering.instructions import LoweredPlan, LoweredStages
+from planner.plans.plan import Plan
 from simulator.hardware import Hardware
 from simulator.timeline import Timeline
 from simulator.whole_file import write_whole
@@ -79,8 +79,8 @@ def _predicted(
             assert timeline is not None  # plans on one stage are simulated in one
             write_trace(timeline, lowered.program, path, hardware=hardware)
         else:
-            from planner.pipeline_prediction import predict_pipeline
-            from planner.pipeline_prediction import write_trace as write_stages
+            from planner.planning.pipeline_prediction import predict_pipeline
+            from planner.planning.pipeline_prediction import write_trace as write_stages
 
             write_stages(predict_pipeline(plan, graph, hardware), plan, path)
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

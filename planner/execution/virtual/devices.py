@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.cost.software import machine_of
 from planner.execution.groups import Groups, members
 from planner.execution.memory import free_memory
 from planner.execution.virtual.ranks import VirtualJob, run_rank
 from planner.execution.virtual.script import messages, one_stage_script, pipeline_scripts
-from planner.goodput import slow_cluster, straggle
-from planner.instructions import LoweredPlan, LoweredStages
 from planner.lowering.checked import checked_graph
+from planner.lowering.instructions import LoweredPlan, LoweredStages
 from planner.lowering.pipeline import lower_pipeline
-from planner.prediction import predict_plan
-from planner.software import machine_of
-from planner.strategy.loading import lower_to_run
-from planner.strategy.plan import Plan
+from planner.planning.goodput import slow_cluster, straggle
+from planner.planning.prediction import predict_plan
+from planner.plans.loading import lower_to_run
+from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.errors import InfeasibleError, InputError
 from simulator.hardware import Hardware
@@ -105,7 +105,7 @@ def run_virtual(plan: Plan, options: VirtualOptions) -> VirtualReport:
         predicted = straggle(lowered, hardware, **given)  # type: ignore[arg-type]
         scripts = [one_stage_script(plan, lowered, hardware, slow)]
     else:
-        from planner.pipeline_stragglers import straggle_pipeline
+        from planner.planning.pipeline_stragglers import straggle_pipeline
 
         def lower(cluster: Hardware) -> object:
             return lower_pipeline(plan, graph, cluster)

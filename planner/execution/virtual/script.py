@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.instructions import (
+from planner.lowering.checked import checked_graph
+from planner.lowering.instructions import (
     Communicate,
     Instruction,
     LoweredPlan,
@@ -15,9 +16,8 @@ from planner.instructions import (
     read_values,
     written_values,
 )
-from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
-from planner.strategy.plan import Plan
+from planner.plans.plan import Plan
 from simulator.caches import for_program
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import PLAIN, action_variants

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.cost.work import traffic_bytes
 from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.search.configurations.least_states import LeastStates, payloads_s
@@ -33,7 +34,6 @@ from planner.search.stages.fragments import (
 from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.segments import PartitionTask
 from planner.search.units.labels import StageTables
-from planner.work import traffic_bytes
 from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
 from simulator.kernels import best_rate

@@ -8,7 +8,7 @@ from math import gcd, prod
 from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph
-from planner.request import DEGREES, FLAGS, WORDS, Pins
+from planner.plans.request import DEGREES, FLAGS, WORDS, Pins
 from planner.search.configurations.schedule_shapes import ONE_STAGE, PINNED, SEARCHED
 from planner.search.configurations.space import (
     MOST_CHUNKS,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from planner.cost.work import update_traffic
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.storage import Storage, Storages
 from planner.search.stages.fragments import FloatArray, IntArray
-from planner.work import update_traffic
 from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time

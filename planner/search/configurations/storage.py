@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from planner.cost.work import Optimizer, state_bytes
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.passes import BoolArray
 from planner.search.stages.fragments import FloatArray, IntArray
-from planner.work import Optimizer, state_bytes
 
 if TYPE_CHECKING:
     from planner.search.units.labels import UnitLabels

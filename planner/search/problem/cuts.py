@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from planner.context.errors import ContextError
+from planner.exchange.mindspore.errors import ContextError
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from simulator.errors import UnsupportedError
 from simulator.program import Kernel

@@ -21,16 +21,16 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from planner.context.checks import strategy
-from planner.context.errors import ContextError
+from planner.exchange.mindspore.checks import strategy
+from planner.exchange.mindspore.errors import ContextError
 from planner.graph.operator_graph import Node, OperatorGraph, Role
+from planner.plans import mindspore
 from planner.search.problem.cuts import OperatorCuts, main_operator, operand_cuts
 from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Cost, Problem
 from planner.search.problem.solution import block_index, template_name
 from planner.sharding.placement import MeshAxis, Placement, parse_placement, placement_name
 from planner.sharding.rules import Rule
-from planner.strategy import mindspore
 from simulator.errors import InputError, UnsupportedError
 from simulator.program import Phase
 

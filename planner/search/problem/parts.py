@@ -13,8 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.kernel_shapes import kernel_shape, local_kernel
+from planner.cost.work import cast_bytes, traffic_bytes, update_traffic
 from planner.graph.operator_graph import Node, OperatorGraph, TensorRef
-from planner.kernel_shapes import kernel_shape, local_kernel
 from planner.search.problem.saved import saved_tensors
 from planner.search.problem.states import Setting, States, StatesOnMesh
 from planner.search.problem.variables import Decisions, Edge, Kind, Variable, masks, once_a_step
@@ -22,7 +23,6 @@ from planner.sharding.inner_messages import inner_messages, message_bytes, summi
 from planner.sharding.placement import PARTIAL
 from planner.sharding.redistribution import placement_index
 from planner.sharding.rule_notation import InnerMessage
-from planner.work import cast_bytes, traffic_bytes, update_traffic
 from simulator.corrections import kernel_factor
 from simulator.kernels import has_shape_model, kernel_time, shaped_time
 from simulator.program import SUMMED_CLASS, Kernel

@@ -25,11 +25,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.work import state_bytes
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, TensorRef
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import Setting, States
 from planner.search.problem.variables import Choice, Decisions, Edge, Kind
-from planner.work import state_bytes
 
 __all__ = ["Cost", "Problem", "Setting", "States", "choices_of"]
 

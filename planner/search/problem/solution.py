@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from planner.graph.operator_graph import Run
+from planner.plans.plan import LayerRules, NodeRules
 from planner.search.problem.problem import Problem, choices_of
-from planner.strategy.plan import LayerRules, NodeRules
 
 Assignment = Mapping[int, int]
 """State of each variable, by number."""

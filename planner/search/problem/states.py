@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.work import Optimizer
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef, TensorSpec
-from planner.request import ParameterStorage
+from planner.plans.request import ParameterStorage
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.variables import Choice, Decisions, Kind, Variable, unnamed
 from planner.sharding.placement import REPLICATE
 from planner.sharding.redistribution import placement_index
-from planner.work import Optimizer
 from simulator.program import Kernel, Phase
 
 Port = tuple[TensorRef, bool, NDArray[np.int64]]

@@ -12,9 +12,9 @@ from dataclasses import replace
 from planner.graph.folding import without_ends
 from planner.graph.operator_graph import OperatorGraph, Run
 from planner.graph.unfolding import run_start, unfold_run
+from planner.plans.plan import LayerRules, NodeRules
 from planner.search.problem.solution import block_index, template_name
 from planner.search.problem.variables import Decisions, Variable, decisions
-from planner.strategy.plan import LayerRules, NodeRules
 
 ENDS = ((0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
 """Blocks taken out at the front and at the back, in the order of trying."""

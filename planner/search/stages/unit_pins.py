@@ -8,8 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
+from planner.plans.plan import Swap
 from planner.search.stages.fragments import Fragments, IntArray
-from planner.strategy.plan import Swap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.kernel_shapes import kernel_shape
+from planner.cost.work import cast_sizes, traffic_sizes
 from planner.graph.operator_graph import DTYPE_BYTES, Node, TensorRef, TensorSpec
-from planner.kernel_shapes import kernel_shape
 from planner.search.problem.costs import MeshCosts, needs_mask
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import States
@@ -26,7 +27,6 @@ from planner.sharding.inner_messages import inner_messages, sent_bytes, summing
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import StepTable, placement_index, step_table
 from planner.sharding.rule_notation import Rule
-from planner.work import cast_sizes, traffic_sizes
 from simulator.program import SUMMED_CLASS, Kernel
 
 FloatArray = NDArray[np.float64]
@@ -157,7 +157,7 @@ class AmountLedger:
         return self._seconds[key]
 
     def half_seconds(self, states: States, position: int) -> IntArray:
-        """Seconds of either half of the `position`-th node of a variable by state (`planner.work.in_halves`).
+        """Seconds of either half of the `position`-th node of a variable by state (`planner.cost.work.in_halves`).
 
         Each does half of the operations, and reads what both read or as much as it writes.
         """

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.context.errors import ContextError
+from planner.cost.work import Optimizer
+from planner.exchange.mindspore.errors import ContextError
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.search.problem.by_data import FREE_AXES, states_by_data
@@ -24,7 +25,6 @@ from planner.search.problem.states import Setting
 from planner.search.units.records import Least
 from planner.search.units.stage_decisions import StageDecisions
 from planner.sharding.placement import Mesh, MeshAxis
-from planner.work import Optimizer
 from simulator.hardware import Hardware
 
 IntArray = NDArray[np.int64]

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.work import Optimizer
 from planner.graph.operator_graph import OperatorGraph
 from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Problem
@@ -32,7 +33,6 @@ from planner.search.units.stage_tables import Stage
 from planner.search.units.sweep import all_labels
 from planner.sharding.context import Algorithm
 from planner.sharding.placement import Mesh
-from planner.work import Optimizer
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.launches import known_software, launch_time

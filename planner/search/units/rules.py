@@ -12,6 +12,7 @@ import numpy as np
 from planner.graph.folding import run_start
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_batch
+from planner.plans.plan import LayerRules, NodeRules
 from planner.search.problem.parts import Parts
 from planner.search.problem.solution import template_name
 from planner.search.problem.states import Setting
@@ -23,7 +24,6 @@ from planner.search.units.stage_tables import Stage
 from planner.search.units.sweep import STEP_WEIGHTS
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import Rule
-from planner.strategy.plan import LayerRules, NodeRules
 from simulator.errors import InputError
 
 if TYPE_CHECKING:

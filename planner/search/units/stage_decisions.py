@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from planner.cost.work import traffic_sizes
 from planner.graph.chain import Chain, chain
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.context_choices import context_choices
@@ -24,7 +25,6 @@ from planner.sharding.inner_messages import bytes_of_sums
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import rules_for
 from planner.sharding.sequence import sequence_dims
-from planner.work import traffic_sizes
 from simulator.collectives import ALGORITHMS, algorithm_costs
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware

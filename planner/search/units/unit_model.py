@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from planner.cost.work import in_halves
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.recompute import MODES, recomputed
 from planner.search.problem.parts import stations_of
 from planner.search.problem.variables import Decisions, Edge, Move
-from planner.work import in_halves
 from simulator.launches import launches_of
 from simulator.program import Kernel, Phase
 

@@ -13,18 +13,19 @@ from itertools import combinations, islice, product, takewhile
 from pathlib import Path
 from random import Random
 
+from planner.plans.plan import Plan, RecomputeRange
+
+from planner.cost.work import OPTIMIZERS
 from planner.graph.attention import WRITTEN_OUT
 from planner.graph.chain import chain
 from planner.graph.norms import FUSED, RMS_NORM
 from planner.networks import Network, load_network
-from planner.planning import plan_network
-from planner.request import COPIES, FLAGS, PIN_NAMES, SEARCH_MODES, WORDS, PlanRequest
+from planner.planning.planning import plan_network
+from planner.planning.setting import setting_of
+from planner.planning.shared_tables import SharedTables
+from planner.plans.request import COPIES, FLAGS, PIN_NAMES, SEARCH_MODES, WORDS, PlanRequest
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.schedule_shapes import ONE_STAGE, PINNED, SEARCHED
-from planner.setting import setting_of
-from planner.shared_tables import SharedTables
-from planner.strategy.plan import Plan, RecomputeRange
-from planner.work import OPTIMIZERS
 from simulator.errors import InfeasibleError, InputError, UnsupportedError
 from tests.planner.execution.small import place
 

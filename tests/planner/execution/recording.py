@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from planner.plans.plan import Plan
 from torch import Tensor
 
 from planner.execution import reference, stages, worker
@@ -22,9 +23,8 @@ from planner.execution.optimizers import ElementStep, SummedStep
 from planner.execution.run import losses_of
 from planner.execution.step_end import places
 from planner.execution.virtual.script import tie_axes
-from planner.instructions import LoweredPlan, LoweredStages
+from planner.lowering.instructions import LoweredPlan, LoweredStages
 from planner.networks import load_network
-from planner.strategy.plan import Plan
 from simulator.pipeline_operators import PLAIN, action_variants
 from simulator.program import Task
 from simulator.schedules import ActionKind

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from planner.execution.machine import Held, Machine, RankContext
-from planner.instructions import Accumulate
+from planner.lowering.instructions import Accumulate
 from planner.networks import load_network
 
 

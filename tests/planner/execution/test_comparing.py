@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from planner.plans.loading import lower_to_run
 
 from planner.cli.comparison_tables import comparison_report, reasons
 from planner.execution.machine import FINISH, RUN, START
@@ -15,11 +16,10 @@ from planner.execution.measuring.recorded import rank_entries, rank_times
 from planner.execution.measuring.run_trace import MEASURED
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.execution.virtual.script import predicted_times
-from planner.instructions import Communicate
 from planner.lowering.checked import checked_graph
+from planner.lowering.instructions import Communicate
 from planner.lowering.pipeline import lower_pipeline
-from planner.planning import PlanRequest, plan_network
-from planner.strategy.loading import lower_to_run
+from planner.planning.planning import PlanRequest, plan_network
 from simulator.hardware import Caches, load_profile
 from simulator.timing import task_times
 

@@ -12,7 +12,7 @@ from planner.execution.interpreter import Interpreter
 from planner.execution.machine import Held, RankContext
 from planner.execution.optimizers import hyperparameters, make_step
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef, TensorSpec
-from planner.instructions import (
+from planner.lowering.instructions import (
     Accumulate,
     Communicate,
     Compute,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.execution.launch.dry_run import rank_line
-from planner.instructions import LoweredPlan, LoweredStages
+from planner.lowering.instructions import LoweredPlan, LoweredStages
 from simulator.calibration.launch import run_workers
 from tests.planner.execution.made import make_job, make_plan
 from tests.planner.execution.recording import planned_messages, planned_stage_messages, record

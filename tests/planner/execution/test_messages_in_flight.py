@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.execution.machine import Held, Machine, RankContext
-from planner.instructions import Communicate, Slice
+from planner.lowering.instructions import Communicate, Slice
 from planner.networks import load_network
 from simulator.program import Collective
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from planner.plans.plan import Plan
 
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.instructions import Accumulate, Compute, Update
 from planner.lowering.checked import checked_graph
+from planner.lowering.instructions import Accumulate, Compute, Update
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
-from planner.pipeline_prediction import rank_memory
+from planner.planning.pipeline_prediction import rank_memory
 from planner.sharding.local_operator import Alone, prepare
-from planner.strategy.plan import Plan
 from simulator.hardware import load_profile
 from simulator.program import BufferKind, Collective, Kernel
 from simulator.schedules import ActionKind

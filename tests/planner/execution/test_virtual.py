@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from planner.plans.loading import lower_to_run
 
 from planner.execution.virtual import ranks
 from planner.execution.virtual.devices import VirtualOptions, run_virtual
@@ -15,8 +16,7 @@ from planner.execution.virtual.ranks import VirtualJob, first_stretch
 from planner.execution.virtual.script import Begin, End, Fetch, Post, Work, one_stage_script, pipeline_scripts
 from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
-from planner.planning import PlanRequest, plan_network
-from planner.strategy.loading import lower_to_run
+from planner.planning.planning import PlanRequest, plan_network
 from simulator.errors import InfeasibleError, InputError
 from simulator.hardware import load_profile
 from simulator.pipeline import PipelineCosts, simulate_pipeline

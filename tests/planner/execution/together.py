@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
+from planner.plans.plan import Plan
 from torch import Tensor
 
 from planner.execution.job import Job
@@ -31,7 +32,6 @@ from planner.execution.verification import (
 )
 from planner.lowering.checked import checked_graph, lower
 from planner.lowering.stages import lower_stages
-from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.errors import ExecutionError, MeshwrightError
 from tests.planner.execution.combinations import (

@@ -8,14 +8,15 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from planner.plans.plan import Certificate, Chunk, Plan, RecomputeRange, Status
+
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
-from planner.request import ParameterStorage
+from planner.plans.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.hints import Hint, constrained, hint
 from planner.search.problem.solution import node_rules
-from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from simulator.hardware import load_profile
 from simulator.schedules import make_schedule
 from tests.planner.search.problems import captured, make_mesh, make_problem

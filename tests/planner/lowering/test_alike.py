@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from planner.plans.plan import NodeRules, Plan
 
 from planner.lowering import alike
 from planner.lowering.alike import passes_of
@@ -15,7 +16,6 @@ from planner.lowering.representatives import representatives
 from planner.search.problem.solution import template_name
 from planner.sharding.placement import REPLICATE
 from planner.sharding.rules import Rule
-from planner.strategy.plan import NodeRules, Plan
 from tests.planner.lowering.plans import one_stage
 from tests.planner.search.problems import captured
 

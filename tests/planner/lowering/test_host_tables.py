@@ -9,18 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.plan import Plan
 
 from planner.graph.host_tables import LOOKUP, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_precision
-from planner.instructions import Communicate, Compute, HostCopy, LoweredPlan, Update, read_values, written_values
 from planner.lowering.checked import checked_graph, lower, precision_dtype
+from planner.lowering.instructions import (
+    Communicate,
+    Compute,
+    HostCopy,
+    LoweredPlan,
+    Update,
+    read_values,
+    written_values,
+)
 from planner.lowering.stages import BACKWARD, FORWARD, lower_stages
 from planner.networks import load_network
-from planner.planning import PlanRequest, PlanResult, plan_network
-from planner.prediction import predict_plan
-from planner.strategy.file import plan_from_text, plan_to_text
-from planner.strategy.plan import Plan
+from planner.planning.planning import PlanRequest, PlanResult, plan_network
+from planner.planning.prediction import predict_plan
 from simulator import engine, fast_engine
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError

@@ -6,15 +6,15 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from planner.plans.plan import Plan, RecomputeRange, expanded_rules
 
 from planner.graph.chain import chain
 from planner.graph.folding import unfold
 from planner.graph.scaling import at_batch
-from planner.instructions import LoweredPlan
 from planner.lowering import lower_graph, lowering_options
+from planner.lowering.instructions import LoweredPlan
 from planner.lowering.pipeline import lower_pipeline
-from planner.prediction import predict_plan
-from planner.strategy.plan import Plan, RecomputeRange, expanded_rules
+from planner.planning.prediction import predict_plan
 from simulator import fast_engine
 from simulator.hardware import load_profile
 from simulator.program import Phase

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner.plans.plan import OffloadRange, Plan, Swap, expanded_rules
 
 from planner.graph.chain import chain
 from planner.graph.folding import unfold
 from planner.graph.scaling import at_batch
-from planner.instructions import HostCopy, LoweredPlan, PassInstructions, read_values, written_values
 from planner.lowering import lower_graph, lowering_options
 from planner.lowering.checked import lower
+from planner.lowering.instructions import HostCopy, LoweredPlan, PassInstructions, read_values, written_values
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
-from planner.planning import PlanRequest, plan_network
-from planner.prediction import predict_plan
-from planner.strategy.plan import OffloadRange, Plan, Swap, expanded_rules
+from planner.planning.planning import PlanRequest, plan_network
+from planner.planning.prediction import predict_plan
 from simulator import fast_engine
 from simulator.errors import StrategyError
 from simulator.hardware import load_profile

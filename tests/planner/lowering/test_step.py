@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from planner.plans.plan import LayerRules, Plan, RecomputeRange, expanded_rules
 
 from planner.graph.chain import chain
 from planner.graph.folding import unfold
@@ -19,8 +20,7 @@ from planner.lowering.copies import UnalikeError
 from planner.lowering.representatives import representatives
 from planner.lowering.segment import SegmentWriter
 from planner.lowering.visits import Visits
-from planner.prediction import predict, predict_plan
-from planner.strategy.plan import LayerRules, Plan, RecomputeRange, expanded_rules
+from planner.planning.prediction import predict, predict_plan
 from simulator.columns import Changes, ProgramColumns, SegmentColumns, columns
 from simulator.hardware import load_profile
 from simulator.timing import task_times

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from planner.cost.work import optimizer
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
-from planner.request import ParameterStorage
+from planner.plans.request import ParameterStorage
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
 from tests.planner.graph.conftest import small_network
 

@@ -8,13 +8,13 @@ from functools import cache
 import numpy as np
 import pytest
 
-from planner.request import Pins
+from planner.cost.work import optimizer
+from planner.plans.request import Pins
 from planner.search import candidates
 from planner.search.candidates import Found, Known, Misfit, Space, closed, explore
 from planner.search.dynamic_programming import fastest, once_s, solve
 from planner.search.problem.unaligned import aligned
 from planner.search.problem.variables import Kind
-from planner.work import optimizer
 from simulator.hardware import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh, make_problem
 

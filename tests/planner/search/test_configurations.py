@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.configured import undivided
-from planner.request import Pins
+from planner.cost.software import as_run
+from planner.cost.work import optimizer
+from planner.planning.configured import undivided
+from planner.plans.request import Pins
 from planner.search.configurations.alternatives import diverse, shape_of
 from planner.search.configurations.bounds import (
     chained_bound,
@@ -36,8 +38,6 @@ from planner.search.stages.partition import partition
 from planner.search.stages.segments import PartitionTask
 from planner.search.units.labels import StageTables
 from planner.search.units.records import Least
-from planner.software import as_run
-from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
 from simulator.launches import SHARDED
 from tests.planner.search.made_tables import MadeTables, MadeUnit, made_tables

@@ -11,25 +11,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner.plans.exchange import Exchange
+from planner.plans.plan import Certificate, Status
 
-from planner.analytic import analytic_breakdown, differing_term
 from planner.cli.plan_tables import difference_text
-from planner.configured import Configured
-from planner.documents import prediction_document
+from planner.cost.software import as_run
+from planner.cost.work import optimizer
 from planner.graph.scaling import at_precision
 from planner.networks import load_network
-from planner.pipeline_prediction import predict_pipeline
-from planner.prediction import predict_plan
-from planner.request import PRECISIONS, Pins
+from planner.planning.analytic import analytic_breakdown, differing_term
+from planner.planning.configured import Configured
+from planner.planning.documents import prediction_document
+from planner.planning.pipeline_prediction import predict_pipeline
+from planner.planning.prediction import predict_plan
+from planner.plans.request import PRECISIONS, Pins
 from planner.search.configurations.bounds import even_bound
 from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.explored import Placed
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
-from planner.software import as_run
-from planner.strategy.exchange import Exchange
-from planner.strategy.plan import Certificate, Status
-from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
 from simulator.launches import SHARDED
 from simulator.program import Kernel

@@ -6,23 +6,23 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from planner.plans.plan import NodeRules, expanded_rules
 
-from planner.configured import Configured, Scored
+from planner.cost.work import optimizer, traffic_sizes
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks.decoder.graph import decoder_graph
 from planner.networks.decoder.mixtral import ZooMixtral
 from planner.networks.zoo.configs import MixtralConfig
 from planner.networks.zoo.table import language_inputs
-from planner.request import Pins
+from planner.planning.configured import Configured, Scored
+from planner.plans.request import Pins
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import node_rules
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
-from planner.strategy.plan import NodeRules, expanded_rules
-from planner.work import optimizer, traffic_sizes
 from simulator.hardware import load_profile
 from simulator.program import Kernel
 

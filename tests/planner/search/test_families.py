@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from planner.cost.work import optimizer
 from planner.graph.scaling import at_batch
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import Parts
@@ -25,7 +26,6 @@ from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
 from planner.search.units.unit_terms import unit_terms
 from planner.sharding.placement import Mesh, MeshAxis
-from planner.work import optimizer
 from simulator.errors import InputError
 from simulator.hardware import load_profile
 from simulator.program import Collective

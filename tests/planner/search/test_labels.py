@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.work import optimizer
 from planner.graph.folding import repeat as repeated
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import TensorRef
@@ -28,7 +29,6 @@ from planner.search.units.factors import PARTS, Part, UnitFactors
 from planner.search.units.labels import StageDecisions, StageTables, Weights, rules_of, stage_decisions, stage_tables
 from planner.search.units.stage_tables import ENTRY, EXIT
 from planner.sharding.placement import Mesh
-from planner.work import optimizer
 from simulator.errors import InputError
 from simulator.hardware import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, captured, captured_small, make_mesh

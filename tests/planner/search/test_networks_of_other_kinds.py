@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from planner.plans.plan import NodeRules
 
+from planner.cost.work import optimizer
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
@@ -14,8 +16,6 @@ from planner.search.problem.solution import node_rules
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import has_rule, rules_for
-from planner.strategy.plan import NodeRules
-from planner.work import optimizer
 from simulator.hardware import load_profile
 from tests.planner.sharding.small_networks import graph
 

@@ -9,9 +9,10 @@ from math import prod
 import numpy as np
 import pytest
 
+from planner.cost.work import state_bytes, update_traffic
 from planner.graph.operator_graph import DTYPE_BYTES, Role, TensorRef
 from planner.networks import load_network
-from planner.request import ParameterStorage
+from planner.plans.request import ParameterStorage
 from planner.search.dynamic_programming import fastest, smallest
 from planner.search.problem.problem import Cost, Problem, choices_of
 from planner.search.problem.solution import Solution
@@ -19,7 +20,6 @@ from planner.search.problem.variables import Choice, Kind
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements
 from planner.sharding.redistribution import redistribution
 from planner.sharding.rule_notation import Rule
-from planner.work import state_bytes, update_traffic
 from simulator.collectives import collective_time
 from simulator.hardware import load_profile
 from simulator.kernels import kernel_time, matmul_time
@@ -239,7 +239,7 @@ def test_batch_norms_that_sum_over_ranks_are_a_class_of_their_own(axes: Mapping[
     plain = load_profile("dgx-a100")
     slow = replace(plain.kernels[Kernel.BATCH_NORMALIZATION], overhead_s=1e-2)
     hardware = replace(plain, kernels={**plain.kernels, Kernel.BATCH_NORMALIZATION: slow})
-    graph = load_network("py:tests.planner.context.trained_networks:normalised").capture()
+    graph = load_network("py:tests.planner.exchange.mindspore.trained_networks:normalised").capture()
     problem = make_problem(graph, make_mesh(**axes), hardware=hardware)
     solution = fastest(problem)
     # Convolutions go by shape, which is not recounted.

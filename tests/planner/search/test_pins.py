@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cli.options import read_pins as read_texts
-from planner.request import AXES_BY_PIN, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, Pins, read_order
+from planner.plans.request import AXES_BY_PIN, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, Pins, read_order
 from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.cost.work import optimizer
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
@@ -18,7 +19,6 @@ from planner.search.problem.states import StatesOnMesh
 from planner.search.problem.together import time_together
 from planner.search.problem.variables import Decisions, Kind, decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from planner.work import optimizer
 from simulator.hardware import load_profile
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
+from planner.cost.work import optimizer
 from planner.graph.capture import capture_module
 from planner.graph.folding import fold, unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.search.units.labels import Weights, stage_decisions, stage_tables
-from planner.work import optimizer
 from simulator.hardware import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, make_mesh
 from tests.planner.sharding.small_networks import BatchTensor

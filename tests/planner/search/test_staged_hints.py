@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner.plans.plan import Plan, Status, expanded_rules
 
-from planner.context.errors import ContextError
+from planner.cost.work import optimizer
+from planner.exchange.mindspore.errors import ContextError
 from planner.graph.scaling import at_batch
-from planner.planning import PlanRequest, PlanResult, plan_network
+from planner.planning.planning import PlanRequest, PlanResult, plan_network
 from planner.search.problem.by_data import FREE_AXES
 from planner.search.problem.cuts import OperatorCuts
 from planner.search.problem.hints import Hint, first_not_kept, hint, told_apart
@@ -24,8 +26,6 @@ from planner.search.units.hinted import StageHints, StageMesh, hinted_decisions
 from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
 from planner.sharding.placement import REPLICATE, MeshAxis, placement_name
 from planner.sharding.rules import Rule
-from planner.strategy.plan import Plan, Status, expanded_rules
-from planner.work import optimizer
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh

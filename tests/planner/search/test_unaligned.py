@@ -12,8 +12,8 @@ from torch import nn
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
-from planner.planning import PlanRequest, lower, plan_network, predict
-from planner.request import SEARCH_MODES
+from planner.planning.planning import PlanRequest, lower, plan_network, predict
+from planner.plans.request import SEARCH_MODES
 from planner.search.dynamic_programming import fastest, smallest, solve
 from planner.search.problem.solution import node_rules
 from planner.search.problem.unaligned import aligned, in_runs

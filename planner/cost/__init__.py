@@ -1,0 +1,1 @@
+"""What operators, messages and states take of time and memory."""

@@ -1,0 +1,224 @@
+"""The software that a plan will run on: what its stack makes of a device's kernels and launches.
+
+Profiles state what devices and the usual software make of planned steps together (``training.planned_*``). Where a
+request names the software, what its stack makes of kernels is told apart from what the device does, as in predictions
+of published runs: their factors are the device's own times the stack's, the time of a launch is the stack's on this
+device, and messages are launched as `simulator.launches` has it. Coefficients are those of
+``hw_profiles/software/training.yaml``, fitted by ``meshwright calibrate --from-measurements``: properties of software,
+never of a network.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from planner.graph.attention import FUSED, check_attention
+from planner.graph.norms import FUSED as FUSED_NORMS
+from planner.graph.norms import check_norms
+from planner.plans.exchange import Exchange
+from planner.published.estimate.device_family import family_of
+from planner.published.estimate.memory_traits import traits_of
+from planner.published.estimate.software_file import shipped_software
+from planner.published.estimate.training_run import Stack
+from planner.published.estimate.usual_software import USUAL_STACKS, factors_of
+from simulator.errors import InputError
+from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
+from simulator.hardware import Hardware, load_profile
+from simulator.kernels.convolution import COPIES
+from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL, SHARDED, TENSOR_EXPOSED
+
+if TYPE_CHECKING:
+    from planner.plans.plan import Plan
+    from simulator.mixed_cluster import MixedCluster
+
+
+USUAL = "usual"
+"""What a plan is simulated with again as if none were named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """A stack, and what its users' usual settings make of messages.
+
+    Without ``overlaps`` none travels while kernels run: gradients are summed, and parameters gathered, when passes are
+    over. ``gradient_dtype`` is what gradients are summed in, empty where that is the parameters'; with ``whole_sums``
+    ranks that shard optimizer states alone sum them whole. With ``single_gathers`` sharded parameters are gathered
+    one at a time, each when the device has done all before, and their gradients scattered so.
+    """
+
+    stack: Stack
+    overlaps: bool = True
+    gradient_dtype: Literal["", "float32"] = ""
+    whole_sums: bool = False
+    single_gathers: bool = False
+
+
+SOFTWARE: Mapping[str, Software] = {
+    **{
+        stack.value: Software(stack=stack)
+        for stack in Stack
+        if stack not in (Stack.CHANNELS_LAST, Stack.MINDSPORE_TOOLKIT)
+    },
+    "pytorch": Software(stack=Stack.EAGER),
+    "fsdp": Software(stack=Stack.EAGER),
+    "llm_foundry": Software(stack=Stack.EAGER),
+    "torchtitan": Software(stack=Stack.COMPILED),
+    "jax": Software(stack=Stack.COMPILED),
+    "megatron_lm": Software(stack=Stack.MEGATRON, overlaps=False),
+    "megatron_deepspeed": Software(stack=Stack.DEEPSPEED, overlaps=False, single_gathers=True),
+    "aleph_alpha_scaling": Software(stack=Stack.DEEPSPEED, overlaps=False, gradient_dtype="float32", whole_sums=True),
+    "nemo": Software(stack=Stack.TRANSFORMER_ENGINE),
+    "megatron_core": Software(stack=Stack.TRANSFORMER_ENGINE),
+    "mindformers": Software(stack=Stack.MINDSPORE),
+    "mindspeed_llm": Software(stack=Stack.MINDSPEED, overlaps=False),
+}
+"""Stacks by their own names, for their kernels and launches alone, and software with its habits.
+
+Megatron-LM and what is made of it overlap nothing unless asked to (``--overlap-grad-reduce``). Scaling sums all
+gradients whole and as float32 (``optimizer/allreduce.py`` of github.com/Aleph-Alpha/scaling). Megatron-DeepSpeed is
+that of 2021, whose ZeRO-3 gathered parameter by parameter (DeepSpeed's issue 1069, pull request 1188).
+"""
+
+
+def check_software(name: str) -> str:
+    """The name, if it is one that a plan can be told; InputError with those that are, and the nearest, if not."""
+    if name and name not in SOFTWARE:
+        near = difflib.get_close_matches(name, SOFTWARE, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"software {name!r} is not one of {', '.join(SOFTWARE)}{hint}")
+    return name
+
+
+def as_run(
+    hardware: Hardware,
+    software: str,
+    attention: str,
+    *,
+    tensor_overlap: bool = False,
+    expert_overlap: bool = False,
+    sent_once: int = 0,
+) -> Hardware:
+    """A cluster as the named software, with a kind of attention, runs on it; as it is where neither is named.
+
+    With ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products, with ``expert_overlap`` tokens
+    on their way to experts beside another micro-batch. Where a token goes to ``sent_once`` experts, it travels once to
+    each node that has some of them; 0 where it travels once for each expert.
+    """
+    found = as_run_by(hardware, software)
+    if check_attention(attention) in FUSED:
+        found = replace(found, attention=attention, hash=f"{found.hash} {attention}")
+    told: dict[str, float] = {}
+    if tensor_overlap:
+        told[TENSOR_EXPOSED] = _exposed(software, "tensor_exposed")
+    if expert_overlap:
+        told[EXPERT_EXPOSED] = _exposed(software, "context_exposed")
+    if sent_once:
+        told[SENT_ONCE] = float(sent_once)
+    if told:
+        named = "".join(f" {name}={value:g}" for name, value in told.items())
+        found = replace(found, training={**found.training, **told}, hash=f"{found.hash}{named}")
+    return found
+
+
+def _exposed(software: str, coefficient: str) -> float:
+    """What messages beside kernels leave to wait for with the named software, else with the usual one.
+
+    Those of experts leave what those of context ranks do, as in predictions of published runs.
+    """
+    stacks = shipped_software().coefficients.stacks
+    named = [str(SOFTWARE[software].stack)] if software else USUAL_STACKS
+    return float(np.median([stacks[name][coefficient] for name in named]))
+
+
+def run_for(plan: Plan, hardware: Hardware) -> Hardware:
+    """A cluster as it runs a plan: with its software, its attention, and how its messages travel."""
+    return as_run(
+        hardware, plan.software, plan.attention,
+        tensor_overlap=plan.tensor_overlap, expert_overlap=plan.expert_overlap, sent_once=plan.sent_once,
+    )  # fmt: skip
+
+
+def cluster_as_run(cluster: MixedCluster, plan: Plan) -> MixedCluster:
+    """A cluster of several device types, each of which runs as the plan has it."""
+    return replace(cluster, nodes=tuple(run_for(plan, hardware) for hardware in cluster.nodes))
+
+
+def machine_of(plan: Plan, *, software: bool = True) -> Hardware:
+    """The cluster that a plan was made for as it runs there; without ``software`` as the usual one runs the plan.
+
+    Raises
+    ------
+    ProfileError
+        The plan's profile is missing or wrong.
+    """
+    return run_for(plan if software else replace(plan, software=""), load_profile(plan.hardware))
+
+
+def exchange_of(software: str, exchange: Exchange) -> Exchange:
+    """How tensors travel where the software is named: what is not asked for is as it has it."""
+    if not check_software(software):
+        return exchange
+    known = SOFTWARE[software]
+    return replace(
+        exchange,
+        gradient_dtype=exchange.gradient_dtype or known.gradient_dtype,
+        whole_sums=exchange.whole_sums or known.whole_sums,
+    )
+
+
+def norms_of(software: str, norms: str) -> str:
+    """How root-mean-square norms run where the software is named: what is not asked for is as it has them."""
+    if check_norms(norms) or not check_software(software):
+        return norms
+    return FUSED_NORMS if traits_of(SOFTWARE[software].stack).fused_rms_norm else ""
+
+
+def _copies_around_convolutions(stack: Stack) -> float:
+    """How often what convolutions move is copied around them, as whole steps of vision networks have it (``casts``).
+
+    Only PyTorch without a compiler leaves channels in front unless told otherwise (``memory_format``).
+    """
+    if stack is not Stack.EAGER:
+        return 0.0
+    return shipped_software().layered.stacks.get(str(stack), {}).get("casts", 0.0)
+
+
+@lru_cache(maxsize=64)
+def as_run_by(hardware: Hardware, software: str) -> Hardware:
+    """A cluster as the named software runs on it; as it is where none is named.
+
+    Ascend devices get whole graphs of MindSpore to run, and launch their kernels themselves.
+
+    Raises
+    ------
+    InputError
+        The software is not known.
+    """
+    if not check_software(software):
+        return hardware
+    known = SOFTWARE[software]
+    stacks, stack = shipped_software().coefficients.stacks, known.stack
+    on_ascend = family_of(hardware.device_name).startswith("ascend")
+    own = stacks.get(f"{stack}_gpu" if stack is Stack.MINDSPORE and not on_ascend else str(stack), {})
+    training = dict(hardware.training)
+    for name, factor in factors_of(own).items():
+        training[f"planned_{name}"] = training.get(name, 1.0) * factor
+    if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
+        training[LAUNCH] = own["launch_s"] * training.get("launch", 1.0)
+        training[MESSAGE_LAUNCHES] = 1.0
+    if "pipeline_exposed" in own:
+        training[SEND_STALL] = own["pipeline_exposed"]
+    if known.single_gathers and "shard_apart" in own:
+        training[SHARDED] = own["shard_apart"]
+    copies = _copies_around_convolutions(stack)
+    if copies and not on_ascend:
+        # The factor on convolutions is of runs that have no copies.
+        training[COPIES] = copies / training.get("planned_convolution", training.get("convolution", 1.0))
+    overlaps = hardware.overlaps_communication and known.overlaps
+    return replace(hardware, training=training, overlaps_communication=overlaps, hash=f"{hardware.hash} {software}")

@@ -1,0 +1,1 @@
+"""Files and settings of other frameworks."""

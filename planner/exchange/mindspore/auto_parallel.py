@@ -1,0 +1,302 @@
+"""`AutoParallel`: a network with how it is to be parallel, said by methods; a context and marks, planned as any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.exchange.mindspore.checks import boolean, choice, integer
+from planner.exchange.mindspore.context import AutoParallelContext, current_context
+from planner.exchange.mindspore.errors import ContextError
+from planner.exchange.mindspore.marks import Marks
+from planner.exchange.mindspore.pipeline import Pipeline
+from planner.exchange.mindspore.sources import source_of
+from simulator.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from planner.exchange.mindspore.entry import Planned
+    from planner.exchange.mindspore.sources import Source
+
+MODES: Mapping[str, tuple[str, str | None]] = {
+    "semi_auto": ("semi_auto_parallel", None),
+    "sharding_propagation": ("auto_parallel", "sharding_propagation"),
+    "recursive_programming": ("auto_parallel", "recursive_programming"),
+    "dynamic_programming": ("auto_parallel", "dynamic_programming"),
+}
+"""Parallel mode and search mode of each mode of `AutoParallel`."""
+SCHEDULERS: Mapping[str, str] = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved_1f1b": "interleaved_1f1b",
+    "zb_h1": "zb_h1",
+    "zb_h2": "zb_h2",
+    "zero_bubble_v": "zbv",
+    "zbv": "zbv",
+    "dualpipe_v": "dualpipe_v",
+}
+"""Schedulers by the names that they have in MindSpore or here, and the schedule of the plan."""
+OTHER_SCHEDULERS = ("seqpipe", "seqvpp", "seqsmartvpp")
+LEVELS = ("level1", "level2", "level3")
+
+
+class AutoParallel:
+    """How a network is to be parallel.
+
+    Parameters
+    ----------
+    network
+        A specification (``zoo:NAME``, ``hf:PATH``, ``py:MODULE:FACTORY``), the factory itself, or a `Pipeline` of
+        one; or a module, with ``inputs`` and perhaps ``loss``, which can be planned but is not found by other
+        processes that would execute the plan.
+    parallel_mode
+        ``semi_auto``, ``sharding_propagation``, ``recursive_programming`` or ``dynamic_programming``.
+    device_num
+        Devices; those of the current context where it is not given.
+    inputs, loss
+        Of a module: example inputs with the batch as dim 0, the last of which the loss compares the output with.
+
+    Raises
+    ------
+    ContextError
+        A value is wrong; every method raises it as well.
+
+    Examples
+    --------
+    >>> parallel = AutoParallel("zoo:mlp", parallel_mode="recursive_programming", device_num=8)
+    >>> parallel.hsdp()
+    >>> parallel.pipeline(stages=2, scheduler="1f1b")
+    >>> parallel.context.get("pipeline_stages"), parallel.pins()["schedule"]
+    (2, '1f1b')
+    """
+
+    def __init__(
+        self,
+        network: Any,
+        parallel_mode: str = "semi_auto",
+        *,
+        device_num: int | None = None,
+        inputs: Any = None,
+        loss: Any = None,
+    ) -> None:
+        mode, search = MODES[choice(*MODES)("parallel_mode", parallel_mode)]
+        self.pipelined = network if isinstance(network, Pipeline) else None
+        if self.pipelined is not None and inputs is None:
+            self.source: Source = self.pipelined.source
+        else:
+            self.source = source_of(network, inputs, loss)
+        devices = current_context().get("device_num") if device_num is None else device_num
+        self.context = AutoParallelContext(parallel_mode=mode, device_num=devices)
+        if search is not None:
+            self.context.set(search_mode=search)
+        self._scheduler: str | None = None
+        self._files: dict[str, str] = {}
+
+    # Data and gradients
+
+    @property
+    def dataset_strategy(self) -> Any:
+        """How the batch is cut: ``data_parallel``, ``full_batch``, or one tuple of parts for each input."""
+        return self.context.get("dataset_strategy")
+
+    @dataset_strategy.setter
+    def dataset_strategy(self, value: Any) -> None:
+        self.context.set(dataset_strategy=value)
+
+    @property
+    def full_batch(self) -> bool:
+        """Whether every rank loads the whole batch."""
+        return bool(self.context.get("full_batch"))
+
+    @full_batch.setter
+    def full_batch(self, value: bool) -> None:
+        self.context.set(full_batch=value)
+
+    @property
+    def gradients_mean(self) -> bool:
+        """Whether summed gradients are divided by the number of ranks."""
+        return bool(self.context.get("gradients_mean"))
+
+    @gradients_mean.setter
+    def gradients_mean(self, value: bool) -> None:
+        self.context.set(gradients_mean=value)
+
+    def enable_gradients_mean(self) -> None:
+        """Divide summed gradients by the number of ranks."""
+        self.gradients_mean = True
+
+    def enable_fp32_communication(self) -> None:
+        """Let gradients travel in fp32 whatever they are computed in."""
+        self.context.set(gradient_fp32_sync=True)
+
+    def disable_gradient_fp32_sync(self) -> None:
+        """Let gradients travel in what they are computed in."""
+        self.context.set(gradient_fp32_sync=False)
+
+    def disable_loss_repeated_mean(self) -> None:
+        """Do not divide by the ranks that compute the same loss."""
+        self.context.set(loss_repeated_mean=False)
+
+    def comm_fusion(self, config: Mapping[str, Any]) -> None:
+        """Size of fused messages, as the key ``comm_fusion`` of the context has it."""
+        self.context.set(comm_fusion=config)
+
+    # Optimizer and pipeline
+
+    def hsdp(self, shard_size: int = -1, threshold: int = 64, optimizer_level: str = "level1") -> None:
+        """Shard optimizer states over data-parallel ranks.
+
+        Parameters
+        ----------
+        shard_size
+            Ranks that share one copy; -1 for all.
+        threshold
+            Parameters of fewer KB stay whole.
+        optimizer_level
+            ``level1`` shards optimizer states, ``level2`` gradients as well, ``level3`` parameters too.
+        """
+        config: dict[str, Any] = {
+            "parallel_optimizer_threshold": integer(0)("threshold", threshold),
+            "optimizer_level": choice(*LEVELS)("optimizer_level", optimizer_level),
+        }
+        if isinstance(shard_size, bool) or shard_size != -1:
+            config["optimizer_weight_shard_size"] = integer(2)("shard_size", shard_size)
+        self.context.set(enable_parallel_optimizer=True, parallel_optimizer_config=config)
+
+    def pipeline(
+        self, stages: int = 1, output_broadcast: bool = False, interleave: bool = False, scheduler: str = "1f1b"
+    ) -> None:
+        """Run the network in pipeline stages.
+
+        Parameters
+        ----------
+        stages
+            Pipeline stages; they divide the devices.
+        output_broadcast
+            Not supported: the loss is on every rank, outputs are on the last stage.
+        interleave
+            Several pieces of the network on each stage, with ``1f1b``.
+        scheduler
+            One of `SCHEDULERS`.
+
+        Raises
+        ------
+        UnsupportedError
+            A scheduler of MindSpore that cuts sequences, or ``output_broadcast``.
+        """
+        if scheduler in OTHER_SCHEDULERS:
+            raise UnsupportedError(
+                f"scheduler={scheduler!r} is not supported: micro-batches are not cut along the sequence; use one of "
+                f"{', '.join(SCHEDULERS)}"
+            )
+        name = SCHEDULERS[choice(*SCHEDULERS)("scheduler", scheduler)]
+        if boolean("output_broadcast", output_broadcast):
+            raise UnsupportedError(
+                "output_broadcast=True is not supported: outputs stay on the last stage; leave it out"
+            )
+        if boolean("interleave", interleave):
+            if name not in ("1f1b", "interleaved_1f1b"):
+                raise ContextError(
+                    f"interleave=True with scheduler={scheduler!r}: chunks are interleaved in 1f1b; use scheduler="
+                    "'interleaved_1f1b', or interleave=False"
+                )
+            name = "interleaved_1f1b"
+        self.context.set(pipeline_stages=stages)
+        if self.pipelined is not None and self.pipelined.micro_size < stages:
+            raise ContextError(
+                f"pipeline(stages={stages}) of Pipeline(micro_size={self.pipelined.micro_size}): every stage needs a "
+                f"micro-batch; use micro_size={stages} or more"
+            )
+        self._scheduler = name if stages > 1 else None
+
+    def get_pipeline_stages(self) -> int:
+        """Pipeline stages."""
+        return int(self.context.get("pipeline_stages"))
+
+    # Files
+
+    def save_param_strategy_file(self, file_path: str) -> None:
+        """Write how operators and parameters are cut, with the whole plan, as MindSpore's JSON file."""
+        self._file("save_param", file_path)
+
+    def load_param_strategy_file(self, file_path: str) -> None:
+        """Take the plan of a file that `save_param_strategy_file` wrote, or of a strategy file; nothing is searched."""
+        self._file("load_param", file_path)
+
+    def save_operator_strategy_file(self, file_path: str) -> None:
+        """Write how every operator is cut, as MindSpore's JSON file."""
+        self._file("save_operator", file_path)
+
+    def load_operator_strategy_file(self, file_path: str) -> None:
+        """Keep the strategies that a JSON file holds of operators; what it does not name is planned around them."""
+        self._file("load_operator", file_path)
+
+    def _file(self, use: str, path: Any) -> None:
+        key = f"{use}_strategy_file"
+        if not isinstance(path, str | Path) or not str(path):
+            raise ContextError(f"{key}({path!r}): the path of a JSON file is needed, for example '/data/strategy.json'")
+        if use != "load_param" and not str(path).endswith(".json"):
+            raise ContextError(f"{key}({str(path)!r}): strategies are written as JSON; use a name that ends in .json")
+        self._files[use] = str(path)
+        loads = [name for name in ("load_param", "load_operator") if name in self._files]
+        if len(loads) > 1:
+            del self._files[use]
+            raise ContextError(
+                f"{key}({str(path)!r}): a plan is read from one file, or planned around the operators of another; "
+                f"load one of them"
+            )
+
+    # Planning
+
+    def marks(self) -> Marks:
+        """Marks that are given beside those of the network's own code."""
+        return Marks() if self.pipelined is None else self.pipelined.marks()
+
+    def pins(self) -> dict[str, str]:
+        """Pins that no key of the context stands for."""
+        found: dict[str, str] = {}
+        if self._scheduler is not None:
+            found["schedule"] = self._scheduler
+        if self.pipelined is not None:
+            found["micro_batches"] = str(self.pipelined.micro_size)
+        return found
+
+    def plan(self, hardware: str, *, pins: Mapping[str, str] | None = None, **options: Any) -> Planned:
+        """Plan the network on a cluster; parameters and errors as `planner.plan`."""
+        from planner.exchange.mindspore.entry import plan
+        from planner.search.problem.hints import load_hints
+
+        context = self.context.copy()
+        if "load_param" in self._files:
+            context.set(strategy_ckpt_load_file=self._files["load_param"])
+        if "load_operator" in self._files:
+            options["hints"] = (*options.get("hints", ()), *load_hints(self._files["load_operator"]))
+        own = self.pins()
+        for name, text in (pins or {}).items():
+            if own.get(name, text) != text:
+                raise ContextError(f"pin {name}={text} contradicts {name}={own[name]} of AutoParallel; leave it out")
+        found = plan(self.source, hardware, context, pins={**own, **(pins or {})}, marks=self.marks(), **options)
+        for use in ("save_param", "save_operator"):
+            if use in self._files:
+                save_strategies(found, self.source, self._files[use], whole=use == "save_param")
+        return found
+
+
+def save_strategies(found: Planned, source: Source, path: str, *, whole: bool) -> Path:
+    """Write the strategies of a plan as MindSpore's JSON file; ``whole`` lets the plan be read from it again."""
+    import json
+
+    from planner.networks import load_network
+    from planner.planning.documents import prediction_document
+    from planner.plans.file import export_mindspore
+    from planner.plans.mindspore import strategy_items
+    from simulator.whole_file import write_whole
+
+    plan = found.plan
+    graph = load_network(
+        source, sequence_length=plan.sequence_length, attention=plan.attention, norms=plan.norms
+    ).capture()
+    if whole:
+        return export_mindspore(found.plan, graph, path, prediction_document(found.prediction))
+    items = {name: item for name, item in strategy_items(found.plan, graph).items() if name != "parallel_layout_item"}
+    return write_whole(path, json.dumps(items, indent=1) + "\n")

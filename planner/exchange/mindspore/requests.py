@@ -1,0 +1,155 @@
+"""From a context to the request for a plan: what is set becomes pins, what is not set is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from planner.exchange.mindspore.checks import unknown
+from planner.exchange.mindspore.context import AutoParallelContext
+from planner.exchange.mindspore.errors import ContextError
+from planner.exchange.mindspore.exchange import exchange_of, exchange_pins
+from planner.exchange.mindspore.keys import KEYS
+from planner.plans.request import BY_SAMPLES, PlanRequest
+
+if TYPE_CHECKING:
+    from planner.networks.network import Network
+
+THRESHOLD_KB = 64
+"""Parameters of less stay whole where the parallel optimizer is on and no threshold is given."""
+LEVELS: Mapping[str, str] = {"level1": "zero1", "level2": "zero2", "level3": "zero3"}
+OPTIONS = (
+    *("global_batch", "sequence_length", "precision", "optimizer", "hints", "marks", "top", "sensitivity"),
+    *("software", "attention", "norms"),
+)
+NAMES = (*OPTIONS, "layerwise_parallel")
+DATA_ONLY: Mapping[str, str] = {
+    **dict.fromkeys(("tp", "pp", "cp", "ep"), "1"),
+    "recompute": "none",
+    "offload_optimizer": "false",
+}
+"""Pins that leave a data axis and nothing else to choose."""
+
+
+def request_of(
+    context: AutoParallelContext,
+    network: str | Network,
+    hardware: str,
+    *,
+    pins: Mapping[str, str] | None = None,
+    **options: Any,
+) -> PlanRequest:
+    """Translate a context for one network on one cluster.
+
+    Parameters
+    ----------
+    network, hardware
+        As `PlanRequest` has them.
+    pins
+        More pins than the context's.
+    **options
+        Other fields of the request: ``global_batch``, ``sequence_length``, ``precision``, ``optimizer``, ``hints``,
+        ``marks``, ``top``, ``sensitivity``, ``software``, ``attention``, ``norms``; and ``layerwise_parallel``, names
+        or patterns of parameters of which every rank has its own in ``hybrid_parallel``.
+
+    Raises
+    ------
+    ContextError
+        A key is set that the default mode does not read, or a pin contradicts a key.
+    """
+    for name in options:
+        if name not in NAMES:
+            raise ContextError(f"a plan has {unknown(name, ('pins', *NAMES)).replace('key', 'option', 1)}")
+    check_mode_is_said(context)
+    exchange = replace(exchange_of(context), layerwise=_layerwise(context, options.pop("layerwise_parallel", ())))
+    own = pins_of(context)
+    for name, text in (pins or {}).items():
+        if own.get(name, text) != text:
+            raise ContextError(
+                f"pin {name}={text} contradicts {name}={own[name]} of the context; leave one of them out"
+            )
+    return PlanRequest(
+        network=network,
+        hardware=hardware,
+        devices=context.get("device_num"),
+        parallel_mode=searched_mode(context),
+        search_mode=context.get("search_mode"),
+        pins={**own, **(pins or {})},
+        exchange=exchange,
+        **options,
+    )
+
+
+def _layerwise(context: AutoParallelContext, names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ContextError(f"layerwise_parallel={names!r}: give a list of names of parameters, for example ['head.*']")
+    mode = context.get("parallel_mode")
+    if names and mode != "hybrid_parallel":
+        raise ContextError(
+            f"layerwise_parallel={list(names)} with parallel_mode={mode}: only hybrid_parallel leaves parameters out "
+            f"of the gradients' aggregation; set parallel_mode='hybrid_parallel'"
+        )
+    return tuple(names)
+
+
+def check_mode_is_said(context: AutoParallelContext) -> None:
+    """Raise ContextError where keys are set that only count in modes other than the default."""
+    if context.is_set("parallel_mode"):
+        return
+    ignored = sorted(name for name in KEYS if context.is_set(name) and not context.counts(name))
+    if context.get("device_num") > 1:
+        ignored.append("device_num")
+    if ignored:
+        name = ignored[0]
+        raise ContextError(
+            f"{name}={context.get(name)!r} is set and parallel_mode is not: its default, stand_alone, runs on one "
+            f"device and does not read it; set parallel_mode='auto_parallel', or leave {name} out"
+        )
+
+
+def searched_mode(context: AutoParallelContext) -> str:
+    """The request's parallel mode: data parallelism that shards states is searched with only a data axis.
+
+    So is hybrid parallelism, where the request says which parameters every rank has of its own.
+    """
+    mode = str(context.get("parallel_mode"))
+    return "auto_parallel" if mode == "data_parallel" and shards_states(context) else mode
+
+
+def shards_states(context: AutoParallelContext) -> bool:
+    """Whether optimizer states are sharded over data-parallel ranks."""
+    return context.counts("enable_parallel_optimizer") and bool(context.get("enable_parallel_optimizer"))
+
+
+def pins_of(context: AutoParallelContext) -> dict[str, str]:
+    """The pins that the keys set stand for; a key that is not set leaves its choice to the search."""
+    found: dict[str, str] = {}
+    if context.get("parallel_mode") in BY_SAMPLES and shards_states(context):
+        found |= DATA_ONLY
+    if context.counts("pipeline_stages"):
+        found["pp"] = str(context.get("pipeline_stages"))
+    if context.counts("grad_accumulation_step"):
+        found["micro_batches"] = str(context.get("grad_accumulation_step"))
+    for name, text in exchange_pins(context).items():
+        found.setdefault(name, text)
+    if context.counts("enable_parallel_optimizer"):
+        found |= _optimizer_pins(context)
+    return found
+
+
+def _optimizer_pins(context: AutoParallelContext) -> dict[str, str]:
+    if not context.get("enable_parallel_optimizer"):
+        return {"optimizer_sharding": "none"}
+    config = context.get("parallel_optimizer_config")
+    usual = "level2" if config.get("gradient_accumulation_shard", True) else "level1"
+    found = {
+        "optimizer_sharding": LEVELS[config.get("optimizer_level", usual)],
+        "sharding_threshold_kb": str(config.get("parallel_optimizer_threshold", THRESHOLD_KB)),
+    }
+    if "optimizer_weight_shard_size" in config:
+        found["shard_size"] = str(config["optimizer_weight_shard_size"])
+    elif found["sharding_threshold_kb"] == "0" and context.get("parallel_mode") in BY_SAMPLES:
+        # Shards over all ranks are those of the search over configurations, whose operators split the batch alone.
+        found["shard_size"] = str(context.get("device_num"))
+    return found

@@ -1,0 +1,122 @@
+"""What is chosen once the best plan is known: the size of gradient messages, and which parameters stay whole.
+
+Both are tried by simulation, for the best plan alone: they change little, and the configurations come with sizes that
+`planner.search.configurations.buckets` chose by formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
+from planner.planning.configured import Configured, Scored
+from planner.planning.one_stage import Candidate
+from planner.planning.prediction import Prediction, predict_plan
+from planner.plans.plan import Plan
+from planner.plans.request import Pins
+from planner.search.configurations.buckets import BUCKETS
+
+WORTH = 2e-3
+"""Part of the step that must be exposed communication for either to be tried."""
+THRESHOLDS = (2**16, 2**20)
+"""Bytes below which parameters stay whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refined:
+    """The best plan after all, and how many were simulated for it."""
+
+    candidate: Candidate
+    simulated: int = 0
+
+
+def refined(search: Configured, pins: Pins, best: Candidate, source: Scored | None) -> Refined:
+    """Try other sizes of messages and thresholds; `source` is the configuration that the plan comes from, if any."""
+    exposed = best.prediction.breakdown.get("exposed_communication_s", 0.0)
+    if exposed < WORTH * best.prediction.step_time_s or best.plan.degree("data") == 1:
+        return Refined(candidate=best)
+    found = Refined(candidate=best)
+    if pins.bucket_mb is None and (best.plan.optimizer_sharding != "zero3" or best.plan.shard_size):
+        found = _other_buckets(search, found)
+    if pins.sharding_threshold_kb is None and source is not None and best.plan.optimizer_sharding != "none":
+        most = largest_threshold(search.graph, best.plan.degree("tensor") * best.plan.degree("expert"))
+        lost: Plan | None = None
+        for threshold in (size for size in THRESHOLDS if size <= most):
+            plan = _with_threshold(search, source, found.candidate.plan, threshold)
+            # Where no parameter lies between two thresholds, both leave the same ones whole.
+            if lost is None or not _alike(plan, lost):
+                tried = _better(search, found, plan)
+                lost = plan if tried.candidate is found.candidate else None
+                found = tried
+    return found
+
+
+def _other_buckets(search: Configured, found: Refined) -> Refined:
+    """Larger messages as long as they help, and where they do not, smaller ones."""
+    sizes, gradients = sorted(BUCKETS), gradient_bytes(search.graph, found.candidate.plan.exchange.gradient_dtype)
+    here = min(range(len(sizes)), key=lambda n: abs(sizes[n] - found.candidate.plan.bucket_bytes))
+    for ahead in (sizes[here + 1 :], sizes[:here][::-1]):
+        started = found.candidate
+        for size in ahead:
+            before = found.candidate
+            if gradients < min(size, before.plan.bucket_bytes):
+                break  # all of them travel at once in both
+            found = _better(search, found, replace(before.plan, bucket_bytes=size))
+            if found.candidate is before:
+                break
+        if found.candidate is not started:
+            break
+    return found
+
+
+def gradient_bytes(graph: OperatorGraph, dtype: str) -> int:
+    """Bytes of the gradients of all parameters together, summed in `dtype` unless that is empty."""
+    specs = [
+        (graph.multiplicity[p.node], graph.nodes[p.node].outputs[0]) for p in graph.parameters if p.gradient is not None
+    ]
+    return sum(
+        times * spec.elements * max(DTYPE_BYTES[spec.dtype], DTYPE_BYTES[dtype or spec.dtype]) for times, spec in specs
+    )
+
+
+def _with_threshold(search: Configured, source: Scored, plan: Plan, threshold_bytes: int) -> Plan:
+    made = search.plan(source.placed, plan.certificate, threshold_bytes=threshold_bytes)
+    return replace(made, bucket_bytes=plan.bucket_bytes)
+
+
+def _better(search: Configured, found: Refined, plan: Plan) -> Refined:
+    """The faster of two plans, the one before where they are equal."""
+    best = found.candidate.prediction
+    tried = Refined(candidate=found.candidate, simulated=found.simulated + 1)
+    if _alike(plan, found.candidate.plan):
+        return found
+    prediction = predict_plan(plan, search.graph, search.hardware)
+    fits = prediction.peak_memory_bytes <= prediction.device_memory_bytes
+    if not fits or prediction.step_time_s >= best.step_time_s * (1 - 1e-6):
+        return tried
+    return replace(tried, candidate=replace(found.candidate, plan=plan, prediction=_told(prediction, best)))
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans that differ in messages and thresholds alone do the same."""
+    return (one.rules, one.layers, one.bucket_bytes) == (other.rules, other.layers, other.bucket_bytes)
+
+
+def _told(prediction: Prediction, before: Prediction) -> Prediction:
+    """The closed form's account is that of the plan before."""
+    return replace(prediction, analytic=before.analytic)
+
+
+def largest_threshold(graph: OperatorGraph, parts: int) -> int:
+    """The largest threshold with which more than half of the network is sharded, each parameter in `parts` before."""
+    sizes = [(graph.nodes[p.node].outputs[0].size_bytes, graph.multiplicity[p.node]) for p in graph.parameters]
+    total = sum(size * times for size, times in sizes)
+    enough = (size for size, _ in sizes if 2 * sum(other * times for other, times in sizes if other >= size) > total)
+    return max(enough, default=0) // parts
+
+
+def threshold_cost_s(search: Configured, scored: Scored) -> float:
+    """Seconds of a simulated step that a pinned threshold costs."""
+    plan = search.plan(scored.placed, scored.plan.certificate, threshold_bytes=0)
+    free = predict_plan(replace(plan, bucket_bytes=scored.plan.bucket_bytes), search.graph, search.hardware)
+    return max(0.0, scored.prediction.step_time_s - free.step_time_s)

@@ -1,0 +1,396 @@
+"""The strategy file: a plan as readable JSON, validated when it comes back.
+
+A rule is one line for each mesh axis, outermost first: ``"S(0), R -> S(0)"``, or ``"S(0)"`` for what
+reads no tensor. A rule splits the operator's work if it reads tensors and any of them, or an output,
+is sharded; the exceptions say ``; whole work`` or ``; split work``, and ``; reduces N`` gives the
+elements all-reduced inside the operator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planner.graph.operator_graph import OperatorGraph
+from planner.plans import mindspore
+from planner.plans.consistency import check_consistent, data_sharding
+from planner.plans.exchange import Exchange
+from planner.plans.plan import (
+    Certificate,
+    Chunk,
+    LayerRules,
+    NodeRules,
+    OffloadRange,
+    Plan,
+    RecomputeRange,
+    Status,
+    Swap,
+)
+from planner.plans.rule_text import rule_from_text, rule_to_text
+from planner.plans.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel, StrategyModel, validate
+from planner.sharding.placement import Mesh, MeshAxis
+from simulator.errors import InputError, StrategyError
+from simulator.hardware import is_profile_path, split_cluster_file
+from simulator.whole_file import write_whole
+
+MAX_FILE_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyFile:
+    """What a strategy file holds: the plan and, where it was written, the prediction made for it."""
+
+    plan: Plan
+    prediction: Mapping[str, object] | None
+
+
+def write_plan(plan: Plan, path: str | Path, prediction: Mapping[str, object] | None = None) -> Path:
+    """Write a strategy file, whole or not at all.
+
+    Parameters
+    ----------
+    plan
+        The plan; its rules are written in the order they have there (that of the graph), and the
+        relative path of a profile as it is seen from the strategy file's folder.
+    path
+        Where to write.
+    prediction
+        The prediction made for the plan, as the ``prediction`` object of ``plan --json``.
+
+    Returns
+    -------
+    Path
+        The file written.
+    """
+    return write_whole(path, plan_to_text(_stored(plan, path), prediction))
+
+
+def export_mindspore(
+    plan: Plan, graph: OperatorGraph, path: str | Path, prediction: Mapping[str, object] | None = None
+) -> Path:
+    """Write a plan of `graph` as MindSpore's strategy file, from which it can be read again (`mindspore`).
+
+    Raises
+    ------
+    StrategyError
+        The name does not end in ``.json``.
+    """
+    strategy = json.loads(plan_to_text(_stored(plan, path), prediction))
+    return mindspore.export_plan(plan, graph, path, strategy)
+
+
+def _stored(plan: Plan, path: str | Path) -> Plan:
+    return replace(plan, hardware=_beside(plan.hardware, Path(path)))
+
+
+def _beside(profile: str, strategy: Path) -> str:
+    """Write a relative path of a profile as it is seen from the strategy file's folder."""
+    if strategy.exists() and not strategy.is_file():  # a pipe is in no folder
+        return _moved(profile, lambda path: str(Path(path).resolve()))
+    return _moved(profile, lambda path: Path(os.path.relpath(path, strategy.parent)).as_posix())
+
+
+def _from_here(profile: str, strategy: Path) -> str:
+    """Undo `_beside`."""
+    return _moved(profile, lambda path: Path(os.path.normpath(strategy.parent / path)).as_posix())
+
+
+def _moved(profile: str, move: Callable[[str], str]) -> str:
+    """`profile` with its relative paths moved: its own, or those of ``PROFILE@FILE``."""
+    chip, file = split_cluster_file(profile)
+    if file:
+        found = move(file) if _is_relative(file, always=True) else file
+        return f"{_moved(chip, move)}@{found}" if chip else found
+    if not _is_relative(profile):
+        return profile
+    found = move(profile)
+    return found if is_profile_path(found) else f"./{found}"
+
+
+def _is_relative(path: str, always: bool = False) -> bool:
+    """Whether `path` is a relative path; what is no path is none, unless it is `always` one."""
+    return (always or is_profile_path(path)) and not path.startswith("~") and not Path(path).is_absolute()
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read and validate a strategy file.
+
+    Raises
+    ------
+    StrategyError
+        The file is missing, broken, of another version, or its parts contradict each other; the
+        message names the file and the field.
+    """
+    return read_strategy(path).plan
+
+
+def read_strategy(path: str | Path) -> StrategyFile:
+    """Read and validate a strategy file, with the prediction it carries."""
+    source = str(path)
+    try:
+        if not Path(path).is_file():
+            raise StrategyError(
+                f"strategy file {source!r} does not exist or is not a file; write one with `meshwright plan`"
+            )
+        size = Path(path).stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise StrategyError(f"{source}: {size} bytes is more than the {MAX_FILE_BYTES} a strategy file may have")
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise StrategyError(f"cannot read strategy file {source!r}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise StrategyError(
+            f"{source}: not UTF-8 text at byte {error.start}; write it again with `meshwright plan`"
+        ) from error
+    found = plan_from_text(text, source)
+    return replace(found, plan=replace(found.plan, hardware=_from_here(found.plan.hardware, Path(path))))
+
+
+def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> str:
+    """Render a plan as the text of a strategy file, with a newline at the end."""
+    document: dict[str, object] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "network": {
+            "spec": plan.network,
+            "fingerprint": plan.fingerprint,
+            "sequence_length": plan.sequence_length,
+        },
+        "hardware": {"profile": plan.hardware, "hash": plan.hardware_hash},
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "mesh": [
+            {"axis": axis.name, "size": axis.size}
+            | ({} if plan.mesh.strides is None else {"stride": plan.mesh.strides[i]})
+            for i, axis in enumerate(plan.mesh.axes)
+        ],
+        "pipeline": {"ranks": plan.pipeline, "stride": plan.pipeline_stride, "virtual": plan.virtual},
+        "batch": {"global": plan.global_batch, "micro": plan.micro_batch, "micro_batches": plan.micro_batches},
+        "data_sharding": data_sharding(plan.mesh),
+        "stages": _stages(plan),
+        "parallel_mode": plan.parallel_mode,
+        "search_mode": plan.search_mode,
+        "recompute": {"mode": plan.recompute, "ranges": _recomputed(plan)},
+        "optimizer_sharding": plan.optimizer_sharding,
+        "shard_size": plan.shard_size,
+        "sharding_threshold_bytes": plan.sharding_threshold_bytes,
+        "offload_optimizer": plan.offload_optimizer,
+        **({"offload_to": plan.offload_to} if plan.offload_to != "host" else {}),
+        **({"offload_parameters": True} if plan.offload_parameters else {}),
+        **({"host_embeddings": True} if plan.host_embeddings else {}),
+        **({"offload_activations": _offloaded(plan)} if plan.offload_ranges else {}),
+        "context_algorithm": plan.context_algorithm,
+        "sequence_parallel": plan.sequence_parallel,
+        "schedule": plan.schedule,
+        "fusion": {"bucket_bytes": plan.bucket_bytes},
+        **({"exchange": exchange} if (exchange := _exchange(plan)) else {}),
+        **({"copies": plan.copies} if plan.copies > 1 else {}),
+        **({"software": plan.software} if plan.software else {}),
+        **({"attention": plan.attention} if plan.attention else {}),
+        **({"norms": plan.norms} if plan.norms else {}),
+        **({"tensor_overlap": True} if plan.tensor_overlap else {}),
+        **({"expert_overlap": True} if plan.expert_overlap else {}),
+        **({"sent_once": plan.sent_once} if plan.sent_once else {}),
+        "certificate": asdict(plan.certificate) | {"status": plan.certificate.status.value},
+        "prediction": None if prediction is None else dict(prediction),
+        "placements": _placements(plan.rules),
+        "layers": [
+            {"prefix": run.prefix, "first": run.first, "last": run.last, "placements": _placements(run.rules)}
+            for run in plan.layers
+        ],
+    }
+    return _render(document) + "\n"
+
+
+def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
+    """Read the text of a strategy file, or of MindSpore's with a plan in it; `source` names it in errors."""
+    document = _parse_json(text, source)
+    if mindspore.is_mindspore(document):
+        document = mindspore.embedded_strategy(document, source)
+    model = validate(document, source)
+    strides = tuple(axis.stride for axis in model.mesh if axis.stride is not None)
+    mesh = Mesh(tuple(MeshAxis(axis.axis, axis.size) for axis in model.mesh), strides or None)
+    check_consistent(model, mesh, source)
+    plan = Plan(
+        network=model.network.spec,
+        fingerprint=model.network.fingerprint,
+        sequence_length=model.network.sequence_length,
+        hardware=model.hardware.profile,
+        hardware_hash=model.hardware.hash,
+        precision=model.precision,
+        optimizer=model.optimizer,
+        global_batch=model.batch.global_,
+        micro_batch=model.batch.micro,
+        micro_batches=model.batch.micro_batches,
+        mesh=mesh,
+        rules=_rules(model.placements, len(mesh.axes), f"{source}: placements"),
+        layers=_layers(model, len(mesh.axes), source),
+        optimizer_sharding=model.optimizer_sharding,
+        bucket_bytes=model.fusion.bucket_bytes,
+        certificate=Certificate(**model.certificate.model_dump() | {"status": Status(model.certificate.status)}),
+        parallel_mode=model.parallel_mode,
+        search_mode=model.search_mode,
+        recompute=model.recompute.mode,
+        schedule=model.schedule,
+        sequence_parallel=model.sequence_parallel,
+        pipeline=model.pipeline.ranks,
+        pipeline_stride=model.pipeline.stride,
+        virtual=model.pipeline.virtual,
+        chunks=tuple(Chunk(rank=s.rank, first=s.first, last=s.last) for s in model.stages if s.first and s.last),
+        recompute_ranges=tuple(
+            RecomputeRange(first=part.first, last=part.last, mode=part.mode, messages=part.messages)
+            for part in model.recompute.ranges
+        ),
+        shard_size=model.shard_size,
+        sharding_threshold_bytes=model.sharding_threshold_bytes,
+        offload_optimizer=model.offload_optimizer,
+        offload_to=model.offload_to,
+        offload_parameters=model.offload_parameters,
+        host_embeddings=model.host_embeddings,
+        offload_ranges=_offload_ranges(model),
+        context_algorithm=model.context_algorithm,
+        exchange=_exchange_of(model.exchange),
+        copies=model.copies,
+        software=model.software,
+        attention=model.attention,
+        norms=model.norms,
+        tensor_overlap=model.tensor_overlap,
+        expert_overlap=model.expert_overlap,
+        sent_once=model.sent_once,
+    )
+    return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
+
+
+def _offloaded(plan: Plan) -> list[dict[str, object]]:
+    return [
+        {"first": part.first, "last": part.last}
+        | ({"prefetch": part.swap.prefetch} if part.swap.prefetch else {})
+        | ({"operators": [*part.swap.operators]} if part.swap.operators else {})
+        for part in plan.offload_ranges
+    ]
+
+
+def _offload_ranges(model: StrategyModel) -> tuple[OffloadRange, ...]:
+    return tuple(
+        OffloadRange(
+            first=part.first, last=part.last, swap=Swap(prefetch=part.prefetch, operators=tuple(part.operators))
+        )
+        for part in model.offload_activations
+    )
+
+
+def _recomputed(plan: Plan) -> list[dict[str, object]]:
+    return [
+        {"first": part.first, "last": part.last, "mode": part.mode} | ({} if part.messages else {"messages": False})
+        for part in plan.recompute_ranges
+    ]
+
+
+def _stages(plan: Plan) -> list[dict[str, object]]:
+    if not plan.chunks:
+        return [{"stage": 0, "rank": 0, "devices": plan.mesh.size, "layers": "all"}]
+    return [
+        {"stage": i, "rank": chunk.rank, "devices": plan.mesh.size, "first": chunk.first, "last": chunk.last}
+        for i, chunk in enumerate(plan.chunks)
+    ]
+
+
+def _exchange(plan: Plan) -> dict[str, object]:
+    """What a context says, where it says something."""
+    said = {name: _listed(value) for name, value in plan.exchange.named().items()}
+    return said | ({"fusion_groups": dict(plan.exchange.fusion_groups)} if plan.exchange.fusion_groups else {})
+
+
+def _exchange_of(model: ExchangeModel) -> Exchange:
+    given: dict[str, Any] = {name: _frozen(value) for name, value in model.model_dump().items()}
+    return Exchange(**given)
+
+
+def _listed(value: object) -> object:
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _frozen(value: object) -> object:
+    if isinstance(value, dict):
+        return tuple(value.items())
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _placements(rules: Mapping[str, NodeRules]) -> dict[str, dict[str, list[str]]]:
+    """Group nodes by whether they read tensors; parameters, inputs and constants do not."""
+    stored: dict[str, list[str]] = {}
+    operators: dict[str, list[str]] = {}
+    for name, per_axis in rules.items():
+        is_stored = bool(per_axis) and not any(rule.inputs for rule in per_axis)
+        (stored if is_stored else operators)[name] = [rule_to_text(rule) for rule in per_axis]
+    return {"parameters_and_inputs": stored, "operators": operators}
+
+
+def _layers(model: StrategyModel, axes: int, source: str) -> tuple[LayerRules, ...]:
+    return tuple(
+        LayerRules(
+            prefix=run.prefix,
+            first=run.first,
+            last=run.last,
+            rules=_rules(run.placements, axes, f"{source}: layers.{index}.placements"),
+        )
+        for index, run in enumerate(model.layers)
+    )
+
+
+def _rules(texts: PlacementsModel, axes: int, where: str) -> dict[str, NodeRules]:
+    found: dict[str, NodeRules] = {}
+    for name, per_axis in (*texts.parameters_and_inputs.items(), *texts.operators.items()):
+        if name in found:
+            raise StrategyError(f"{where}: {name!r} stands in both groups; keep one")
+        if len(per_axis) != axes:
+            raise StrategyError(
+                f"{where}: {name!r} has {len(per_axis)} rules, but the mesh has {axes} axes; give one for each"
+            )
+        try:
+            found[name] = tuple(rule_from_text(text) for text in per_axis)
+        except InputError as error:
+            raise StrategyError(f"{where}: {name!r}: {error}") from error
+        if len({(len(rule.inputs), len(rule.outputs)) for rule in found[name]}) > 1:
+            raise StrategyError(f"{where}: the rules of {name!r} differ in their number of tensors; they must agree")
+    return found
+
+
+def _parse_json(text: str, source: str) -> object:
+    def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for key, value in pairs:
+            if key in found:
+                raise StrategyError(f"{source}: key {key[:80]!r} appears twice in one object; keep one")
+            found[key] = value
+        return found
+
+    def no_constants(name: str) -> object:
+        raise StrategyError(f"{source}: {name} is not a number JSON allows; write a finite number")
+
+    try:
+        parsed: object = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constants)
+    except json.JSONDecodeError as error:
+        raise StrategyError(
+            f"{source}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}; "
+            "the file may be cut short: write it again with `meshwright plan`"
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise StrategyError(f"{source}: not a strategy file: nested too deeply or a number too long") from error
+    return parsed
+
+
+def _render(value: object, indent: str = "") -> str:
+    """Render JSON with one object key a line and lists of plain values on one line, so that diffs read well."""
+    inner = indent + "  "
+    if isinstance(value, dict) and value:
+        body = ",\n".join(f"{inner}{json.dumps(key)}: {_render(item, inner)}" for key, item in value.items())
+        return f"{{\n{body}\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        body = ",\n".join(inner + _render(item, inner) for item in value)
+        return f"[\n{body}\n{indent}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

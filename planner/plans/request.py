@@ -1,0 +1,300 @@
+"""What a user asks for: the request for a plan, checked at the edge."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from planner.plans.exchange import UNASKED, Exchange
+from simulator.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.exchange.mindspore.marks import Marks
+    from planner.networks.network import Network
+    from planner.search.problem.hints import Hint
+
+PRECISIONS: Mapping[str, str] = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp4": "float4_e2m1fn",
+}
+SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
+BY_SAMPLES = ("data_parallel", "hybrid_parallel")
+"""Modes that cut nothing but the batch."""
+PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
+DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", "shard_size")
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "recompute": ("none", "selective", "full"),
+    "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
+    "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v"),
+    "context_algorithm": ("none", "ring", "all_to_all"),
+    "expert_messages": ("any", "tokens", "once_a_node"),
+    "expert_cut": ("any", "width", "whole"),
+    "offload_to": ("host", "disk"),
+}
+FLAGS = (
+    *("sequence_parallel", "tensor_overlap", "expert_overlap", "recompute_messages"),
+    *("offload_optimizer", "offload_parameters", "offload_activations", "host_embeddings"),
+)
+SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
+"""Pins that are sizes in MiB or KiB, with the least and the largest."""
+COPIES = ("1", "2")
+AXES_BY_PIN: Mapping[str, str] = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}
+"""Axes of a plan by the pins of their degrees, in the usual order: tensor ranks are neighbours."""
+PIN_NAMES = (*DEGREES, *WORDS, *FLAGS, *SIZES, "copies", "order")
+
+ParameterStorage = Literal["free", "replicated", "sharded"]
+_STORAGE: Mapping[str | None, ParameterStorage] = {
+    None: "free",
+    "none": "replicated",
+    "zero1": "sharded",
+    "zero2": "sharded",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """One network, one cluster, and what the user fixed; None leaves a choice to the defaults.
+
+    ``pins`` fix dimensions of the search by name, as text (``{"tp": "8"}``); ``hints`` fix placements of operators.
+    Without ``sensitivity`` it is not said what memory, links and pins are worth. ``exchange`` is how tensors travel:
+    plans are simulated and ranked with it, the closed form of the search knows the type of gradients, whole sums and
+    samples of a rank's own alone. ``marks`` of modules come before those that the network's code has. ``software`` is a
+    name of `planner.cost.software`, ``attention`` one of `planner.graph.attention` and ``norms`` one of
+    `planner.graph.norms`: how attention and root-mean-square norms run; the usual software, fused attention and norms
+    as the software has them where nothing is said.
+    """
+
+    network: str | Network
+    hardware: str
+    devices: int
+    global_batch: int | None = None
+    sequence_length: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    search_mode: str = "dynamic_programming"
+    parallel_mode: str = "auto_parallel"
+    pins: Mapping[str, str] = field(default_factory=dict)
+    hints: tuple[Hint, ...] = ()
+    top: int = 5
+    sensitivity: bool = True
+    exchange: Exchange = UNASKED
+    marks: Marks | None = None
+    software: str = ""
+    attention: str = ""
+    norms: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """The pins of a request, read: None is free.
+
+    ``micro_batch`` are the samples of a micro-batch on one data-parallel rank, ``micro_batches`` their number.
+    ``batch_only`` shards nothing but the batch (pure data parallelism). ``shard_size`` is the number of data-parallel
+    ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live beside the host, in its
+    memory or where ``offload_to`` says, ``offload_parameters`` whether parameters lie in its memory too,
+    ``offload_activations`` whether what layers keep for the backward pass waits there, ``host_embeddings`` whether
+    tables of embeddings lie there; ``recompute_messages`` whether messages of units that compute
+    again are sent again, which they are if nothing is said;
+    ``by_unit`` says that units are fixed one by one (`planner.search.stages.unit_pins`).
+    ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
+    ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
+    turn; without it there is one. With ``expert_messages`` of ``tokens`` ranks of an expert axis keep their own experts
+    and send tokens, with ``once_a_node`` each token once to each node for all of its experts there; else they may
+    gather the weights of the others instead. With ``expert_overlap`` tokens travel beside another micro-batch, else
+    they are waited for. ``expert_cut`` says what tensor ranks
+    have of experts: part of the ``width`` of each, or ``whole`` ones of their own, as those of an expert axis. With
+    ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products, else behind them. ``order`` names
+    axes as the pins of their degrees do, from the one whose ranks lie farthest apart to the one whose ranks are
+    neighbours; those that it leaves out lie where they like.
+    """
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    micro_batch: int | None = None
+    micro_batches: int | None = None
+    shard_size: int | None = None
+    recompute: str | None = None
+    recompute_messages: bool | None = None
+    optimizer_sharding: str | None = None
+    schedule: str | None = None
+    context_algorithm: str | None = None
+    expert_messages: str | None = None
+    expert_cut: str | None = None
+    sequence_parallel: bool | None = None
+    tensor_overlap: bool | None = None
+    expert_overlap: bool | None = None
+    offload_optimizer: bool | None = None
+    offload_to: str | None = None
+    offload_parameters: bool | None = None
+    offload_activations: bool | None = None
+    host_embeddings: bool | None = None
+    bucket_mb: int | None = None
+    sharding_threshold_kb: int | None = None
+    copies: int | None = None
+    order: tuple[str, ...] | None = None
+    batch_only: bool = False
+    by_unit: bool = False
+
+    @property
+    def experts_stay(self) -> bool:
+        """Whether ranks of an expert axis keep their own experts, so that tokens travel."""
+        return self.expert_messages not in (None, "any")
+
+    @property
+    def storage(self) -> ParameterStorage:
+        """How parameters may lie along the data axis where operators are searched one by one."""
+        return _STORAGE.get(self.optimizer_sharding, "free")
+
+    @property
+    def one_stage(self) -> bool:
+        """Whether plans without pipeline, context and expert axes, recomputation and offload are allowed."""
+        degrees = all(value in (None, 1) for value in (self.pp, self.vpp, self.cp, self.ep)) and not self.by_unit
+        words = self.recompute in (None, "none") and self.schedule in (None, "none")
+        stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload_optimizer
+        stored = stored and not self.sharding_threshold_kb and not self.host_embeddings and not self.offload_activations
+        # Tensor ranks are neighbours there.
+        words = words and self.expert_cut in (None, "any")
+        words = words and [name for name in self.order or () if name in ("dp", "tp")] != ["tp", "dp"]
+        return degrees and words and stored and self.context_algorithm in (None, "none") and not self.sequence_parallel
+
+    def named(self) -> dict[str, str]:
+        """What is pinned, by name, as it would be written."""
+        values = {name: getattr(self, name) for name in PIN_NAMES}
+        return {
+            name: "-".join(value) if isinstance(value, tuple) else str(value).lower()
+            for name, value in values.items()
+            if value is not None
+        }
+
+
+def one_of(value: str, known: Iterable[str], what: str) -> str:
+    """Return `value` if it is known, else raise InputError with the known ones and the nearest."""
+    names = tuple(known)
+    if value not in names:
+        near = difflib.get_close_matches(value.lower(), names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"{what} {value!r} is not one of {', '.join(names)}{hint}")
+    return value
+
+
+def _degree(name: str, text: str) -> int:
+    if not text.isdecimal() or not text.isascii() or int(text) < 1:
+        raise InputError(f"pin {name}={text}: {name} must be a positive integer, for example --pin {name}=2")
+    return int(text)
+
+
+def _size(name: str, text: str) -> int:
+    least, most = SIZES[name]
+    if not text.isdecimal() or not text.isascii() or len(text) > 9 or not least <= int(text) <= most:
+        raise InputError(
+            f"pin {name}={text}: {name} must be a whole number from {least} to {most}, for example --pin {name}=64"
+        )
+    return int(text)
+
+
+def read_order(text: str) -> tuple[str, ...]:
+    """Read an order of axes, ``pp-dp-tp``; InputError where an axis is unknown or named twice."""
+    names = tuple(text.split("-"))
+    if (unknown := next((name for name in names if name not in AXES_BY_PIN), None)) is not None:
+        raise InputError(
+            f"pin order={text}: axis {unknown!r} is not one of {', '.join(AXES_BY_PIN)}; name them from the one whose "
+            "ranks lie farthest apart, for example --pin order=pp-dp-tp"
+        )
+    if len(set(names)) < len(names):
+        raise InputError(f"pin order={text} names an axis twice; name each once, for example --pin order=pp-dp-tp")
+    return names
+
+
+def _value(name: str, text: str) -> int | str | bool | tuple[str, ...]:
+    one_of(name, PIN_NAMES, "pin")
+    if name in DEGREES:
+        return _degree(name, text)
+    if name in SIZES:
+        return _size(name, text)
+    if name in FLAGS:
+        return one_of(text.lower(), ("true", "false"), name) == "true"
+    if name == "copies":
+        return int(one_of(text, COPIES, name))
+    if name == "order":
+        return read_order(text)
+    return one_of(text, WORDS[name], name)
+
+
+def read_pins(request: PlanRequest) -> Pins:
+    """Check modes and pins.
+
+    Raises
+    ------
+    InputError
+        If a name or a value is unknown, or pins contradict the mode, the devices or each other.
+    """
+    one_of(request.search_mode, SEARCH_MODES, "search mode")
+    one_of(request.parallel_mode, PARALLEL_MODES, "parallel mode")
+    if request.parallel_mode == "stand_alone" and request.devices != 1:
+        raise InputError(f"parallel mode stand_alone runs on one device, not {request.devices}; use --devices 1")
+    pins = Pins(**{name: _value(name, text) for name, text in request.pins.items()})  # type: ignore[arg-type]
+    if (mode := request.parallel_mode) in BY_SAMPLES:
+        for name in ("tp", "pp", "vpp", "cp", "ep"):
+            if (getattr(pins, name) or 1) > 1:
+                value = getattr(pins, name)
+                raise InputError(f"pin {name}={value} contradicts parallel mode {mode}; leave one of them out")
+        sharded = pins.optimizer_sharding not in (None, "none")
+        if sharded and mode != "hybrid_parallel":
+            raise InputError(
+                f"pin optimizer_sharding={pins.optimizer_sharding} contradicts parallel mode {mode}, which "
+                "replicates parameters; use --parallel-mode auto_parallel --pin tp=1"
+            )
+        pins = replace(pins, tp=1, pp=1, cp=1, ep=1, batch_only=not sharded)
+        pins = pins if sharded else replace(pins, optimizer_sharding="none")
+    if pins.recompute == "none" and pins.recompute_messages is False:
+        raise InputError(
+            "pins recompute=none recompute_messages=false: nothing computes again whose messages could be kept; use "
+            "--pin recompute=full or selective, or leave recompute_messages out"
+        )
+    return _in_copies(_offloaded(_overlapped(pins)))
+
+
+def _overlapped(pins: Pins) -> Pins:
+    """What messages that are to travel beside kernels ask for: of tensor ranks a shared sequence, of experts tokens."""
+    if pins.expert_overlap and pins.expert_messages is None:
+        pins = replace(pins, expert_messages="tokens")
+    return replace(pins, sequence_parallel=True) if pins.tensor_overlap and pins.sequence_parallel is None else pins
+
+
+def _offloaded(pins: Pins) -> Pins:
+    """States away from the device where it is said where to; InputError where they are to stay."""
+    given = {"offload_to": pins.offload_to, "offload_parameters": pins.offload_parameters or None}
+    name, value = next(((name, value) for name, value in given.items() if value is not None), ("", None))
+    if value is None:
+        return pins
+    if pins.offload_optimizer is False:
+        why = "the host updates what it holds" if name == "offload_parameters" else "states that stay go nowhere"
+        raise InputError(
+            f"pins offload_optimizer=false {name}={str(value).lower()}: {why}; use --pin offload_optimizer=true, or "
+            f"leave {name} out"
+        )
+    return replace(pins, offload_optimizer=True)
+
+
+def _in_copies(pins: Pins) -> Pins:
+    """Plans of the pinned stages, else of one, where micro-batches are run in copies; InputError where none divides."""
+    copies = pins.copies or 1
+    if copies == 1:
+        return pins
+    if pins.micro_batch is not None and pins.micro_batch % copies:
+        more = pins.micro_batch + copies - pins.micro_batch % copies
+        raise InputError(
+            f"pins micro_batch={pins.micro_batch} copies={copies}: a micro-batch of {pins.micro_batch} cannot be "
+            f"divided into {copies} copies; use --pin micro_batch={more} or copies=1"
+        )
+    return replace(pins, pp=pins.pp or 1)

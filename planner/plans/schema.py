@@ -1,0 +1,294 @@
+"""The fields of a strategy file and what each may hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from simulator.errors import StrategyError
+
+FORMAT = "meshwright-strategy"
+VERSION = 2
+
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Positive = Annotated[int, Field(ge=1, lt=2**53)]
+Seconds = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0)]
+CHOICES = {
+    "axis",
+    "mode",
+    "precision",
+    "optimizer",
+    "parallel_mode",
+    "search_mode",
+    "optimizer_sharding",
+    "context_algorithm",
+    "schedule",
+}
+"""Fields whose allowed values are what is supported today."""
+
+RuleTexts = dict[Text, list[Annotated[str, Field(max_length=65536)]]]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class NetworkModel(_Strict):
+    """Which network, as it was captured."""
+
+    spec: Text
+    fingerprint: Text
+    sequence_length: Positive | None
+
+
+class HardwareModel(_Strict):
+    """Which profile the plan was made for."""
+
+    profile: Text
+    hash: Text
+
+
+class AxisModel(_Strict):
+    """A mesh axis; an axis of one device is left out. Without strides the last axis has neighbouring ranks."""
+
+    axis: Literal["data", "context", "expert", "tensor"]
+    size: Annotated[int, Field(ge=2, le=2**20)]
+    stride: Annotated[int, Field(ge=1, le=2**20)] | None = None
+
+
+class PipelineModel(_Strict):
+    """Pipeline ranks, how far apart neighbours are (0 with one), and chunks a rank."""
+
+    ranks: Annotated[int, Field(ge=1, le=2**20)]
+    stride: Annotated[int, Field(ge=0, le=2**20)]
+    virtual: Annotated[int, Field(ge=1, le=2**20)]
+
+
+class BatchModel(_Strict):
+    """Samples of a step, of a micro-batch on one data-parallel rank, and how many micro-batches."""
+
+    global_: Positive = Field(alias="global")
+    micro: Positive
+    micro_batches: Positive
+
+
+class StageModel(_Strict):
+    """A chunk of the network on a pipeline rank: all layers, or the units from first to last."""
+
+    stage: Count
+    rank: Count
+    devices: Positive
+    layers: Literal["all"] | None = None
+    first: Text | None = None
+    last: Text | None = None
+
+
+class RecomputeRangeModel(_Strict):
+    """Units, from first to last, that compute again in the backward pass."""
+
+    first: Text
+    last: Text
+    mode: Literal["selective", "full"]
+    messages: bool = True
+
+
+class RecomputeModel(_Strict):
+    """What is computed again in the backward pass."""
+
+    mode: Literal["none", "selective", "full"]
+    ranges: list[RecomputeRangeModel]
+
+
+class OffloadRangeModel(_Strict):
+    """Units, from first to last, that have activations on the host from the forward to the backward pass."""
+
+    first: Text
+    last: Text
+    prefetch: Annotated[int, Field(ge=0, le=2**20)] = 0
+    operators: list[Text] = Field(default_factory=list)
+
+
+class FusionModel(_Strict):
+    """How many bytes of gradients travel as one message."""
+
+    bucket_bytes: Count
+
+
+class ExchangeModel(_Strict):
+    """What a context says of how tensors travel; `planner.plans.exchange.Exchange` has the meaning of the fields."""
+
+    gradient_dtype: Literal["", "float32"] = ""
+    whole_sums: bool = False
+    all_to_all: bool = True
+    all_reduce_bytes: Count | None = None
+    all_gather_bytes: Count | None = None
+    reduce_scatter_bytes: Count | None = None
+    fusion_places: list[Positive] = Field(default_factory=list)
+    fusion_groups: dict[Text, Count] = Field(default_factory=dict)
+    group_power: Literal[-1, 0, 1] = 0
+    repeated_loss: bool = False
+    cross_batch: bool = False
+    broadcast: bool = False
+    layerwise: list[Text] = Field(default_factory=list)
+    data: Literal["", "data_parallel", "full_batch"] | list[list[Positive]] = ""
+
+
+class CertificateModel(_Strict):
+    """What the search proved about the plan."""
+
+    status: Literal["optimal", "bounded", "heuristic"]
+    objective_s: Seconds
+    lower_bound_s: Seconds
+    elimination_width: Count
+    operators: Count
+    distinct_blocks: Count
+    states: Count = 0
+    states_left: Count = 0
+    largest_table: Count = 0
+    configurations: Count = 0
+    partitions: Count = 0
+
+
+class PredictionModel(_Strict):
+    """The prediction made when the plan was written, in the order of the file."""
+
+    step_time_s: Seconds
+    objective_s: Seconds | None = None
+    differing_term: Text | None = None
+    analytic_breakdown: dict[Text, Seconds] = Field(default_factory=dict)
+    start_s: Seconds = 0.0
+    interval_s: Annotated[list[Seconds], Field(min_length=2, max_length=2)]
+    label: Literal["calibrated", "interpolated", "extrapolated"]
+    samples_per_s: Fraction
+    tokens_per_s: Fraction | None
+    mfu: Fraction
+    peak_memory_bytes: Count
+    device_memory_bytes: Count
+    memory_at_peak: dict[Text, Count]
+    breakdown: dict[Text, Seconds]
+
+
+class PlacementsModel(_Strict):
+    """Rules by node name, one line for each mesh axis."""
+
+    parameters_and_inputs: RuleTexts
+    operators: RuleTexts
+
+
+class LayersModel(_Strict):
+    """Rules of the layers first to last (inclusive) of a run of equal blocks; block indices are written ``*``."""
+
+    prefix: Annotated[str, Field(max_length=4096)]
+    first: Count
+    last: Count
+    placements: PlacementsModel
+
+
+class StrategyModel(_Strict):
+    """A whole strategy file."""
+
+    format: Literal["meshwright-strategy"]
+    version: Literal[2]
+    network: NetworkModel
+    hardware: HardwareModel
+    precision: Literal["fp64", "fp32", "fp16", "bf16", "fp8", "fp4"]
+    optimizer: Literal["adamw", "adam", "momentum", "sgd", "lamb"]
+    mesh: Annotated[list[AxisModel], Field(max_length=8)]
+    pipeline: PipelineModel
+    batch: BatchModel
+    data_sharding: dict[Text, Text]
+    stages: Annotated[list[StageModel], Field(min_length=1)]
+    parallel_mode: Literal["stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel"]
+    search_mode: Literal["dynamic_programming", "recursive_programming", "sharding_propagation"]
+    recompute: RecomputeModel
+    optimizer_sharding: Literal["none", "zero1", "zero2", "zero3"]
+    shard_size: Annotated[int, Field(ge=0, le=2**20)]
+    sharding_threshold_bytes: Count
+    offload_optimizer: bool
+    offload_to: Literal["host", "disk"] = "host"
+    offload_parameters: bool = False
+    host_embeddings: bool = False
+    offload_activations: list[OffloadRangeModel] = Field(default_factory=list)
+    context_algorithm: Literal["none", "ring", "all_to_all"]
+    sequence_parallel: bool
+    schedule: Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v"]
+    fusion: FusionModel
+    exchange: ExchangeModel = Field(default_factory=ExchangeModel)
+    copies: Literal[1, 2] = 1
+    software: Annotated[str, Field(max_length=64)] = ""
+    attention: Literal["", "unfused", "fused_softmax", "flash", "flash2", "vendor"] = ""
+    norms: Literal["", "fused", "unfused"] = ""
+    tensor_overlap: bool = False
+    expert_overlap: bool = False
+    sent_once: Annotated[int, Field(ge=0)] = 0
+    certificate: CertificateModel
+    prediction: PredictionModel | None
+    placements: PlacementsModel
+    layers: list[LayersModel]
+
+
+def validate(document: object, source: str) -> StrategyModel:
+    """Check a parsed document field by field.
+
+    Raises
+    ------
+    StrategyError
+        Names `source`, the first wrong field, its value and the rule.
+    """
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise StrategyError(
+            f'{source}: not a strategy file: it must be a JSON object with "format": "{FORMAT}"; '
+            "write one with `meshwright plan`"
+        )
+    document = _upgraded(document)
+    version = document.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise StrategyError(
+            f"{source}: version {version!r} is not {VERSION}, the one this Meshwright reads; "
+            "write the file again with `meshwright plan`, or use the Meshwright that wrote it"
+        )
+    try:
+        return StrategyModel.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        more = error.error_count() - 1
+        others = f" (and {more} more)" if more else ""
+        allowed = str(first.get("ctx", {}).get("expected", ""))
+        text = _describe(first["loc"], first["msg"], first["input"], first["type"], allowed)
+        raise StrategyError(f"{source}: {text}{others}") from error
+
+
+def _upgraded(document: dict[str, Any]) -> dict[str, Any]:
+    """A file of version 1 as version 2 writes it.
+
+    Version 1 had one stage, no recomputation, and one way to shard states, which it called zero2 though gradients were
+    accumulated whole.
+    """
+    version, recompute, stages = (document.get(key) for key in ("version", "recompute", "stages"))
+    if version != 1 or isinstance(version, bool):
+        return document
+    found = {**document, "version": VERSION, "pipeline": {"ranks": 1, "stride": 0, "virtual": 1}}
+    found |= {"shard_size": 0, "sharding_threshold_bytes": 0, "offload_optimizer": False, "context_algorithm": "none"}
+    if isinstance(recompute, dict) and recompute.get("operators") == []:
+        found["recompute"] = {"ranges": [], **{k: v for k, v in recompute.items() if k != "operators"}}
+    if isinstance(stages, list):
+        found["stages"] = [{"rank": 0, **stage} if isinstance(stage, dict) else stage for stage in stages]
+    if document.get("optimizer_sharding") == "zero2":
+        found["optimizer_sharding"] = "zero1"
+    return found
+
+
+def _describe(location: tuple[int | str, ...], message: str, value: object, kind: str, allowed: str) -> str:
+    field = ".".join(str(part) for part in location)
+    if kind == "missing":
+        return f"{field} is missing; add it or write the file again with `meshwright plan`"
+    if kind == "extra_forbidden":
+        return f"{field} is not a field of a strategy file; remove it"
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "…"
+    if kind == "literal_error" and location[-1] in CHOICES:
+        return f"{field}: {shown} is not supported yet, only {allowed}; plan again with `meshwright plan`"
+    return f"{field}: {shown} is wrong: {message[:1].lower()}{message[1:]}; correct it"

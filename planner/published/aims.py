@@ -1,0 +1,79 @@
+"""How good the predictions are meant to be: one figure of one group of rows each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.published.estimate.device_family import family_of
+from planner.published.estimate.training_run import LayeredNetwork, OptimizerSharding, TrainingRun
+from planner.published.results import Accuracy, Metrics
+
+EVERYTHING = "all rows"
+ALL_TRANSFORMERS = "all transformers"
+TRANSFORMERS = "transformers on A100 and H100, stated in full"
+ASCEND = "Ascend"
+CONVOLUTIONAL = "vision networks and others"
+FSDP = "fully sharded (FSDP, ZeRO-3)"
+IN_PART = "transformers on A100 and H100, stated in part"
+ELSEWHERE = "transformers on other devices"
+FUNCTIONAL = "functional tests: tiny networks, deterministic kernels"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """The figure `figure` of `Metrics` of a group is to lie between two limits."""
+
+    name: str
+    group: str
+    figure: str
+    low: float | None = None
+    high: float | None = None
+
+    def met(self, metrics: Metrics) -> bool | None:
+        """Whether the aim is met; None where no row tells."""
+        value = getattr(metrics, self.figure)
+        if value is None:
+            return None
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+AIMS = (
+    *(
+        Aim(name="time, mean absolute error", group=group, figure="time_mean", high=limit)
+        for group, limit in ((TRANSFORMERS, 0.06), (ASCEND, 0.10), (CONVOLUTIONAL, 0.10), (FSDP, 0.10))
+    ),
+    Aim(name="time, bias", group=EVERYTHING, figure="time_bias", low=-0.02, high=0.02),
+    Aim(name="measured inside the 90 % interval", group=EVERYTHING, figure="inside_interval", low=0.85, high=0.95),
+    Aim(name="memory, mean absolute error", group=EVERYTHING, figure="memory_mean", high=0.03),
+    Aim(name="out of memory, recall", group=EVERYTHING, figure="oom_recall", low=0.95),
+    Aim(name="out of memory, precision", group=EVERYTHING, figure="oom_precision", low=0.90),
+    Aim(name="regret of the plan ranked first", group=EVERYTHING, figure="regret", high=0.02),
+    Aim(name="rows with a prediction", group=ALL_TRANSFORMERS, figure="coverage", low=0.90),
+)
+
+
+def group_of(run: TrainingRun, *, complete: bool = True) -> str:
+    """The group whose aim a run falls under; `complete` says that its source states shape and plan in full."""
+    family = family_of(run.hardware.device_name)
+    if run.setup.deterministic:
+        return FUNCTIONAL
+    if family.startswith("ascend"):
+        return ASCEND
+    if isinstance(run.network, LayeredNetwork):
+        return CONVOLUTIONAL
+    if run.setup.optimizer_sharding is OptimizerSharding.ZERO3:
+        return FSDP
+    if family not in ("ampere", "hopper"):
+        return ELSEWHERE
+    return TRANSFORMERS if complete else IN_PART
+
+
+def metrics_of(accuracy: Accuracy, group: str) -> Metrics | None:
+    """The figures of a group; None where no row belongs to it."""
+    groups: Mapping[str, Metrics] = {
+        **accuracy.by_group,
+        EVERYTHING: accuracy.overall,
+        ALL_TRANSFORMERS: accuracy.transformers,
+    }
+    return groups.get(group)

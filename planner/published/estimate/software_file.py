@@ -1,0 +1,184 @@
+"""The file of what software makes of a training step: coefficients of stacks and attention kernels, intervals.
+
+One YAML, shipped as ``hw_profiles/software/training.yaml``; every coefficient stands with its source, as in profiles.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, Field, ValidationError
+
+from planner.published.estimate.coefficients import STACK_COEFFICIENTS, SoftwareCoefficients, stack_key
+from planner.published.estimate.device_family import family_of
+from planner.published.estimate.layered_work import LayeredCoefficients, LayeredParameters
+from planner.published.estimate.training_run import AttentionKernel, Stack, TrainingRun, TransformerShape
+from simulator.errors import ProfileError
+from simulator.profile_file import REMEDY, load_strictly, validation_problems
+from simulator.profile_parts import Count, NonNegative, Part, Positive, Source, Sourced
+from simulator.whole_file import write_whole
+
+SOFTWARE_FOLDER = "software"
+SHIPPED = "training.yaml"
+ANY = "*"
+"""Stands for every device family, or every stack."""
+
+
+def _one_of(names: Collection[str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"no such name; choose one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(check)
+
+
+_STACKS = [f"{stack}{kind}" for stack in Stack for kind in ("", "_deterministic")] + [f"{Stack.MINDSPORE}_gpu"]
+_LAYERED = [field.name for field in fields(LayeredParameters) if field.name != "host_s"]
+StackName = Annotated[str, _one_of(_STACKS)]
+Coefficient = Annotated[str, _one_of(STACK_COEFFICIENTS)]
+AttentionName = Annotated[str, _one_of([str(kernel) for kernel in AttentionKernel])]
+LayeredDevice = Annotated[str, _one_of(["balance", "planes", "reach", "untuned", "launch", *_LAYERED])]
+LayeredStack = Annotated[str, Field(pattern=rf"^({'|'.join(_LAYERED)}|host_[a-z_]+_s)$")]
+
+
+class IntervalPart(Part):
+    """Where 90 % of the measured times of runs alike lie: from ``low`` to ``high`` times the prediction.
+
+    ``family`` of the device, ``stack`` and ``network`` (``transformer`` or ``layered``) say which runs; ``*`` is any.
+    """
+
+    family: str
+    stack: str
+    network: Literal["transformer", "layered"]
+    low: Positive
+    high: Positive
+    rows: Count
+
+
+def _one_for_every_network(intervals: list[IntervalPart]) -> list[IntervalPart]:
+    everywhere = {interval.network for interval in intervals if (interval.family, interval.stack) == (ANY, ANY)}
+    if everywhere != {"transformer", "layered"}:
+        raise ValueError(f"there must be one of family and stack '{ANY}' for transformer and one for layered networks")
+    return intervals
+
+
+class LayeredPart(Part):
+    """Coefficients of networks described layer by layer, by device family and by stack."""
+
+    source: Source
+    devices: dict[str, dict[LayeredDevice, NonNegative]]
+    stacks: dict[StackName, dict[LayeredStack, NonNegative]]
+
+
+class SoftwarePart(Part):
+    """The whole file."""
+
+    format: Literal["meshwright-software"]
+    version: Literal[1]
+    stacks: dict[StackName, dict[Coefficient, Sourced[NonNegative]]]
+    attention: dict[AttentionName, Sourced[NonNegative]]
+    layered: LayeredPart
+    intervals: Annotated[list[IntervalPart], AfterValidator(_one_for_every_network)]
+    intervals_source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Factors of the prediction between which 90 % of the measured times lie, and the rows that say so."""
+
+    low: float
+    high: float
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """The file's content; intervals by kind of network, device family and stack (``*`` for any)."""
+
+    coefficients: SoftwareCoefficients
+    layered: LayeredCoefficients
+    intervals: Mapping[tuple[str, str, str], Interval]
+
+    def interval(self, run: TrainingRun) -> tuple[Interval, str]:
+        """Interval and label of a run.
+
+        ``calibrated`` where rows of its device family and stack were fitted, ``interpolated`` where both were, but not
+        together, ``extrapolated`` else. The wider of the intervals that may apply is taken.
+        """
+        kind, family, stack = kind_of(run), family_of(run.hardware.device_name), stack_key(run)
+        both = self.intervals.get((kind, family, stack))
+        if both is not None:
+            return both, "calibrated"
+        near = [self.intervals[key] for key in ((kind, family, ANY), (kind, ANY, stack)) if key in self.intervals]
+        near.append(self.intervals[kind, ANY, ANY])
+        widest = max(near, key=lambda interval: interval.high / interval.low)
+        return widest, "interpolated" if len(near) == 3 else "extrapolated"
+
+
+def kind_of(run: TrainingRun) -> str:
+    """Kind of network by which intervals are told apart."""
+    return "transformer" if isinstance(run.network, TransformerShape) else "layered"
+
+
+def parse_software(text: str, name: str) -> Software:
+    """Validate the text of a software file; ProfileError names file and field."""
+    try:
+        part = SoftwarePart.model_validate(load_strictly(text.encode()))
+    except ValidationError as error:
+        raise ProfileError(f"software file {name}: {validation_problems(error)}; {REMEDY}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        detail = " ".join(str(error).split())
+        raise ProfileError(f"software file {name} is not valid YAML: {detail}; {REMEDY}") from None
+    return Software(
+        coefficients=SoftwareCoefficients(
+            stacks={stack: _values(entries) for stack, entries in part.stacks.items()},
+            attention=_values(part.attention),
+        ),
+        layered=LayeredCoefficients(devices=part.layered.devices, stacks=part.layered.stacks),
+        intervals={
+            (entry.network, entry.family, entry.stack): Interval(low=entry.low, high=entry.high, rows=entry.rows)
+            for entry in part.intervals
+        },
+    )
+
+
+def _values(entries: Mapping[str, Sourced[float]]) -> dict[str, float]:
+    return {name: entry.value for name, entry in entries.items()}
+
+
+@lru_cache(maxsize=1)
+def shipped_software() -> Software:
+    """The software file that comes with the package.
+
+    Raises
+    ------
+    ProfileError
+        When the package lacks it.
+    """
+    name = f"hw_profiles/software/{SHIPPED}"
+    resource = resources.files("hw_profiles") / SOFTWARE_FOLDER / SHIPPED
+    try:
+        text = resource.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ProfileError(
+            f"software file {name} is missing, and without its coefficients no step can be predicted; install the "
+            "package again"
+        ) from error
+    return parse_software(text, name)
+
+
+def write_software(content: Mapping[str, Any], path: Path) -> Software:
+    """Validate `content` and write it to `path`, whole or not at all."""
+    plain = json.loads(json.dumps(dict(content)))  # no object twice: the dumper would write aliases
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+    software = parse_software(text, str(path))
+    write_whole(path, text)
+    return software

@@ -1,0 +1,101 @@
+"""Bytes of a training run that stand through the whole step: parameters, gradients and optimizer states of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.published.estimate.memory_traits import EIGHT_BIT_OPTIMIZERS, LOW_PRECISION_BYTES, MOMENTS, MemoryTraits
+from planner.published.estimate.stage_parameters import RankParameters
+from planner.published.estimate.training_run import OptimizerSharding, TrainingSetup
+from simulator.errors import InputError
+
+_BOTH_GRADIENTS = 6
+"""Bytes of a 16-bit gradient and its float32 sum."""
+_SHARDED_GRADIENTS = (OptimizerSharding.ZERO2, OptimizerSharding.ZERO3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes of one rank, by what they are for."""
+
+    parameters: float
+    gradients: float
+    master_weights: float
+    moments: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.parameters + self.gradients + self.master_weights + self.moments
+
+
+def shards(setup: TrainingSetup) -> tuple[int, float]:
+    """Over how many ranks dense and expert states are shared out, where they are."""
+    ranks = setup.shard_group or setup.dp * setup.cp
+    return ranks, max(ranks * setup.tp / (setup.ep * setup.expert_tp), 1.0)
+
+
+def states_of(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTraits) -> tuple[States, float]:
+    """Bytes of parameters, gradients and optimizer states, and how many parameters the rank updates.
+
+    Sharding is that of Rajbhandari et al., "ZeRO" (arXiv:1910.02054).
+
+    Raises
+    ------
+    InputError
+        The optimizer is unknown.
+    """
+    if setup.optimizer not in MOMENTS:
+        raise InputError(f"optimizer {setup.optimizer!r} is unknown; choose one of {', '.join(sorted(MOMENTS))}")
+    low = LOW_PRECISION_BYTES[setup.precision]
+    sharding, trained = setup.optimizer_sharding, setup.trained_fraction
+    dense_ranks, expert_ranks = shards(setup)
+    shard = parameters.dense / dense_ranks + parameters.expert / expert_ranks
+    updated = (parameters.total if sharding is OptimizerSharding.NONE else shard) * trained
+    held = shard if sharding is OptimizerSharding.ZERO3 else parameters.total
+    reduced = (shard if sharding in _SHARDED_GRADIENTS else parameters.total) * trained
+    width = low if traits.low_precision_weights or _pure(setup, traits) else 4
+    state = 2 if _pure(setup, traits) else 4
+    moment = 1 if setup.optimizer in EIGHT_BIT_OPTIMIZERS else state
+    frozen = setup.frozen_weight_bytes or width
+    has_master = low == 2 and width == 2 and state == 4
+    on_device = 0.0 if setup.offload_optimizer else updated
+    if setup.offload_optimizer and sharding in _SHARDED_GRADIENTS:
+        reduced = 0.0  # each bucket goes to the host as soon as it is reduced (ZeRO-Offload, arXiv:2101.06840)
+    if setup.offload_parameters and sharding is OptimizerSharding.ZERO3:
+        held = 0.0
+    return States(
+        parameters=held * (trained * width + (1 - trained) * frozen),
+        gradients=reduced * (4 if low == 4 else setup.gradient_bytes),
+        master_weights=setup.master_weight_bytes * on_device if has_master else 0.0,
+        moments=MOMENTS[setup.optimizer] * moment * on_device,
+    ), updated
+
+
+def _pure(setup: TrainingSetup, traits: MemoryTraits) -> bool:
+    """Whether everything is in 16 bits: gradients of two bytes without master weights mean states of two as well."""
+    low = LOW_PRECISION_BYTES[setup.precision] == 2 and setup.gradient_bytes <= 2
+    return low and not traits.low_precision_weights
+
+
+def accumulated_apart(setup: TrainingSetup) -> bool:
+    """Whether float32 sums of gradients stand beside the 16-bit gradients (DeepSpeed's ``BF16_Optimizer``)."""
+    return setup.gradient_bytes == _BOTH_GRADIENTS
+
+
+def step_bytes(setup: TrainingSetup, traits: MemoryTraits) -> float:
+    """Bytes a parameter that the optimizer step needs for a moment.
+
+    16-bit gradients are copied to float32; DeepSpeed clones and flattens them before (2 + 2 + 4 bytes,
+    ``stage_1_and_2.py``), but for a single replica, whose partition they all lie in already; PyTorch's multi-tensor
+    Adam holds the denominators.
+    """
+    if setup.offload_optimizer or LOW_PRECISION_BYTES[setup.precision] == 4 or _pure(setup, traits):
+        return 0.0
+    if accumulated_apart(setup):
+        return 0.0  # the sums are float32 already, and the update works on views of them
+    if setup.reduce_bucket_elements:
+        return 8.0 if shards(setup)[0] > 1 else 6.0
+    if setup.gradient_bytes < 4:
+        return 4.0
+    return traits.step_bytes
