@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from planner.plans.plan import Certificate, Plan, Status, expanded_rules
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +31,7 @@ from planner.networks import load_network
 from planner.planning.analytic import analytic_breakdown, differing_term
 from planner.planning.configured import Configured
 from planner.planning.prediction import predict_plan
+from planner.plans.plan import Certificate, Plan, Status, expanded_rules
 from planner.plans.request import Pins
 from planner.search.configurations.explored import Placed
 from planner.search.configurations.space import configurations

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from planner.plans.file import write_plan
 
+from planner.plans.file import write_plan
 from reports.execution.cases import all_cases, tiny_cases
 from reports.execution.figures import OVERHEAD_AIM
 from reports.execution.running import TURNS_S, plan_case, turns_of

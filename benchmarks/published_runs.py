@@ -9,10 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.plans.exchange import UNASKED, Exchange
-
 from benchmarks.quartznet import OF_FRAMES
 from planner.cost.software import SOFTWARE
+from planner.plans.exchange import UNASKED, Exchange
 from planner.published.estimate.layered.sequence import padded_frames
 from planner.published.estimate.memory_traits import traits_of
 from planner.published.estimate.stage_parameters import local_vocabulary

@@ -11,7 +11,6 @@ from functools import cache
 from itertools import cycle
 
 import pytest
-from planner.plans.plan import Plan, RecomputeRange
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from planner.graph.chain import chain
@@ -20,6 +19,7 @@ from planner.graph.scaling import at_precision
 from planner.networks import load_network
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
+from planner.plans.plan import Plan, RecomputeRange
 from simulator.hardware import load_profile
 
 HARDWARE = "dgx-a100"

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planner.plans.plan import Plan
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.planning.planning import PlanRequest, capture_for, lower, plan_network
+from planner.plans.plan import Plan
 from simulator import engine
 from simulator.hardware import load_profile
 

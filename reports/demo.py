@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from planner.plans.file import read_strategy
 from planner.plans.plan import Plan
-
 from reports import page
 from reports.page import PALETTE, Html
 from simulator.quantities import bytes_text, interval_text, seconds_text

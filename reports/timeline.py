@@ -26,8 +26,8 @@ from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from planner.plans.plan import Plan
 
+    from planner.plans.plan import Plan
     from simulator.timeline import Timeline
 
 FloatArray = npt.NDArray[np.float64]
@@ -175,10 +175,9 @@ def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
 
 def plan_picture(plan: Plan, source: Path) -> Picture:
     """Picture of the simulated step of the plan in the strategy file `source`."""
-    from planner.plans.loading import lower_strategy, predict_pipeline_strategy
-
     from planner.cost.software import machine_of
     from planner.planning.planning import predict
+    from planner.plans.loading import lower_strategy, predict_pipeline_strategy
 
     hardware = machine_of(plan)
     head = f"{plan.network} on {plan.devices} × {plan.hardware}"
@@ -195,7 +194,6 @@ def plan_picture(plan: Plan, source: Path) -> Picture:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the step of a strategy file."""
     from planner.plans.file import read_plan
-
     from simulator.errors import MeshwrightError
 
     parser = argparse.ArgumentParser(prog="python -m reports.timeline", description=main.__doc__)

@@ -14,9 +14,9 @@ from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-    from planner.plans.plan import Plan
 
     from planner.planning.planning import Prediction
+    from planner.plans.plan import Plan
 
 PARTS = {
     "compute_s": "compute",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.plans.plan import Certificate, Plan, Status
-
 from planner.planning.planning import Candidate, PlanResult, Prediction
+from planner.plans.plan import Certificate, Plan, Status
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import Rule
 from planner.what_if import WhatIfRow, finish_rows

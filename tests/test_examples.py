@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from planner.plans.file import read_plan
 
 ROOT = Path(__file__).parents[1]

@@ -3,7 +3,8 @@
 A step takes ``neutral_s + sum over names of (factor - 1) * response_s``, where a response is how fast the step grows
 with the factor of one kind of work. Factors are those of a family of devices: ``centre * common * own``. The centre is
 what whole steps say of devices and software apart (`planner.published.estimate`). Plans count work differently from
-estimates, which the common part makes good. The rest is the family's own. Both have Gaussian priors on their logarithms.
+estimates, which the common part makes good. The rest is the family's own. Both have Gaussian priors on their
+logarithms.
 """
 
 from __future__ import annotations

@@ -12,14 +12,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from planner.plans.file import read_plan, write_plan
-from planner.plans.plan import Plan
-
 from planner.execution.launch.starting import prepare
 from planner.execution.measuring.by_hand import Way
 from planner.execution.measuring.turns import Turns, rounds_within, take_turns
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.file import read_plan, write_plan
+from planner.plans.plan import Plan
 from reports.execution.cases import Case
 from simulator.calibration.calibrate import CalibrateOptions, calibrate
 from simulator.conditions import MOST_OTHERS

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from planner.plans.file import write_plan
 from typer.testing import CliRunner
 
 from planner.cli.app import app
+from planner.plans.file import write_plan
 from simulator import launches
 from simulator.hardware import load_profile
 from simulator.mixed_cluster import cluster_at

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planner.plans.file import read_plan, write_plan
 from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
+from planner.plans.file import read_plan, write_plan
 from simulator.schedules import make_schedule
 from simulator.schedules.exchange import format_schedule_csv
 from tests.planner.lowering.plans import one_stage, pipelined, recomputing

@@ -9,8 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from planner.plans.file import plan_from_text, plan_to_text
-from planner.plans.plan import Plan
 
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.scaling import at_batch, at_precision
@@ -20,6 +18,8 @@ from planner.lowering.stages import lower_stages
 from planner.lowering.turns import is_message
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
+from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.plan import Plan
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import load_profile
 from simulator.pipeline_operators import FIRST

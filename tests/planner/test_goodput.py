@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from planner.plans.file import read_plan
-from planner.plans.loading import lower_strategy
 from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
 from planner.cost.work import optimizer
 from planner.lowering.instructions import LoweredPlan
 from planner.planning.goodput import checkpoint_bytes, plan_goodput, straggle, with_given
+from planner.plans.file import read_plan
+from planner.plans.loading import lower_strategy
 from simulator.errors import InputError
 from simulator.hardware import Reliability, load_profile
 from simulator.program import BufferKind

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner.plans.file import read_plan
-from planner.plans.plan import Status
 
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.file import read_plan
+from planner.plans.plan import Status
 from planner.search.patience import Patience
 from simulator.calibration.process import available_cores
 from tests.planner.search.problems import captured

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner.plans.plan import Plan
 
 from planner.planning.mixed_pipeline import lower_mixed, nodes_of_ranks
 from planner.planning.pipeline_prediction import predict_pipeline
+from planner.plans.plan import Plan
 from simulator import engine, launches
 from simulator.errors import ProfileError
 from simulator.hardware import load_profile
@@ -108,10 +108,10 @@ def test_too_few_devices_are_said() -> None:
 
 
 def test_the_command_takes_the_file(tmp_path: Path) -> None:
-    from planner.plans.file import write_plan
     from typer.testing import CliRunner
 
     from planner.cli.app import app
+    from planner.plans.file import write_plan
 
     strategy = write_plan(plan_of(), tmp_path / "strategy.json")
     steps = []

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.plans.plan import Plan
 
 from planner.cost.work import optimizer
 from planner.lowering.checked import lower
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.planning.goodput import checkpoint_bytes, pipeline_checkpoint_bytes, slow_cluster
 from planner.planning.pipeline_stragglers import places, slow_step_s, steps_together, straggle_pipeline
+from planner.plans.plan import Plan
 from simulator import fast_engine, launches
 from simulator.following_steps import period_s
 from simulator.hardware import Hardware, load_profile

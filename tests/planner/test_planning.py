@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from planner.plans.file import plan_to_text, read_plan, write_plan
-from planner.plans.plan import Plan, Status, optimizer_sharding
 
 from planner.cli.plan_tables import difference_text
 from planner.graph.operator_graph import OperatorGraph
@@ -20,6 +18,8 @@ from planner.planning.analytic import differing_term
 from planner.planning.one_stage import _stored
 from planner.planning.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
 from planner.planning.prediction import Prediction, predict_plan
+from planner.plans.file import plan_to_text, read_plan, write_plan
+from planner.plans.plan import Plan, Status, optimizer_sharding
 from planner.plans.request import PIN_NAMES
 from planner.search.candidates import Found, Space
 from planner.search.configurations.storage import Storage

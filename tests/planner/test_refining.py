@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from planner.plans.plan import Plan
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.planning import refining
@@ -14,6 +13,7 @@ from planner.planning.one_stage import Candidate
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import Prediction, predict_plan
 from planner.planning.setting import setting_of
+from planner.plans.plan import Plan
 from planner.search.configurations.buckets import MIB
 from simulator.hardware import Hardware
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planner.plans.plan import Plan
 
 from planner.planning.rescoring import Contender, Field, Foretold, rescore
+from planner.plans.plan import Plan
 
 
 @dataclass(frozen=True)

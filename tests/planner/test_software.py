@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner.plans.exchange import Exchange
-from planner.plans.file import plan_from_text, plan_to_text
 
 from planner.cost.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of, norms_of
 from planner.execution.launch.starting import check_options
@@ -22,6 +20,8 @@ from planner.planning.analytic import differing_term
 from planner.planning.planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
 from planner.planning.prediction import predict_plan
 from planner.planning.shared_tables import SharedTables
+from planner.plans.exchange import Exchange
+from planner.plans.file import plan_from_text, plan_to_text
 from planner.published.estimate.software_file import shipped_software
 from planner.published.estimate.usual_software import factors_of
 from simulator.corrections import kernel_factor

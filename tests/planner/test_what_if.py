@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planner.plans.plan import Status
 
 import planner.planning.planning
 from planner.planning.planning import Candidate, PlanRequest, PlanResult
+from planner.plans.plan import Status
 from planner.what_if import WhatIfOptions, batch_rule, row_document, what_if
 from simulator.errors import InputError, ProfileError, UnsupportedError
 from tests.results import infeasible_result, make_plan, make_prediction, make_result

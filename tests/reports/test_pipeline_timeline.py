@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
 from planner.plans.file import write_plan
 from planner.plans.plan import Plan
-
 from reports.timeline import main, plan_picture
 from tests.planner.lowering.plans import one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured

@@ -13,8 +13,6 @@ from itertools import combinations, islice, product, takewhile
 from pathlib import Path
 from random import Random
 
-from planner.plans.plan import Plan, RecomputeRange
-
 from planner.cost.work import OPTIMIZERS
 from planner.graph.attention import WRITTEN_OUT
 from planner.graph.chain import chain
@@ -23,6 +21,7 @@ from planner.networks import Network, load_network
 from planner.planning.planning import plan_network
 from planner.planning.setting import setting_of
 from planner.planning.shared_tables import SharedTables
+from planner.plans.plan import Plan, RecomputeRange
 from planner.plans.request import COPIES, FLAGS, PIN_NAMES, SEARCH_MODES, WORDS, PlanRequest
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.schedule_shapes import ONE_STAGE, PINNED, SEARCHED

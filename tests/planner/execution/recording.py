@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from planner.plans.plan import Plan
 from torch import Tensor
 
 from planner.execution import reference, stages, worker
@@ -25,6 +24,7 @@ from planner.execution.step_end import places
 from planner.execution.virtual.script import tie_axes
 from planner.lowering.instructions import LoweredPlan, LoweredStages
 from planner.networks import load_network
+from planner.plans.plan import Plan
 from simulator.pipeline_operators import PLAIN, action_variants
 from simulator.program import Task
 from simulator.schedules import ActionKind

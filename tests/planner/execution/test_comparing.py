@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from planner.plans.loading import lower_to_run
 
 from planner.cli.comparison_tables import comparison_report, reasons
 from planner.execution.machine import FINISH, RUN, START
@@ -20,6 +19,7 @@ from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import Communicate
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.loading import lower_to_run
 from simulator.hardware import Caches, load_profile
 from simulator.timing import task_times
 

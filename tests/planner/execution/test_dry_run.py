@@ -5,14 +5,14 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from planner.plans.file import write_plan
-from planner.plans.loading import lower_to_run
 from torch.distributed.pipelining.schedules import _Action
 
 from planner.execution.launch.dry_run import rank_line
 from planner.execution.measuring.recorded import rank_entries
 from planner.execution.run import ExecuteOptions, rehearse
 from planner.lowering.instructions import BeginUpdate, Communicate
+from planner.plans.file import write_plan
+from planner.plans.loading import lower_to_run
 from tests.planner.execution.made import make_plan
 
 

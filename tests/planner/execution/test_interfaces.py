@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from planner.plans.file import write_plan
 
 from planner.execution.launch import interfaces
 from planner.execution.launch.interfaces import VARIABLE, interface_of, name_interface
+from planner.plans.file import write_plan
 from tests.planner.execution.made import make_plan
 
 ROOT = Path(__file__).parents[3]

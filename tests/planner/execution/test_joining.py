@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from planner.plans.file import write_plan
 
+from planner.plans.file import write_plan
 from tests.planner.execution.test_execute import make_plan
 
 pytestmark = pytest.mark.slow

@@ -4,12 +4,12 @@ import dataclasses
 import json
 
 import pytest
-from planner.plans.alternatives import alternative_file, write_alternatives
-from planner.plans.file import write_plan
 
 from planner.execution.measuring.shoot_out import SUFFIX, Outcome, order_figures, shoot_out
 from planner.execution.run import ExecuteOptions
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.alternatives import alternative_file, write_alternatives
+from planner.plans.file import write_plan
 from simulator.errors import ExecutionError, InputError
 
 

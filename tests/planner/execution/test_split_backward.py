@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from planner.plans.plan import Plan
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import checked_graph
@@ -17,6 +16,7 @@ from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.planning.pipeline_prediction import rank_memory
+from planner.plans.plan import Plan
 from planner.sharding.local_operator import Alone, prepare
 from simulator.hardware import load_profile
 from simulator.program import BufferKind, Collective, Kernel

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planner.plans.plan import Plan
 
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import PassInstructions, read_values, written_values
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
+from planner.plans.plan import Plan
 from simulator.hardware import load_profile
 from simulator.program import Task
 from tests.planner.lowering.plans import one_stage, pipelined, recomputing

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planner.plans.plan import OffloadRange, Swap
 
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.chain import chain
+from planner.plans.plan import OffloadRange, Swap
 from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured
 

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from planner.plans.file import write_plan
 from torch.distributed.distributed_c10d import PrefixStore
 
 from planner.execution import worker
@@ -27,6 +26,7 @@ from planner.execution.launch.joining import meet
 from planner.execution.launch.membership import Membership
 from planner.execution.launch.watch import ALARM, Agreement, Watch, waits_for_others
 from planner.execution.verification import TOLERANCES
+from planner.plans.file import write_plan
 from simulator.errors import ExecutionError, InputError
 from tests.planner.execution.made import make_plan, run
 

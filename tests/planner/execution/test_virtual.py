@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from planner.plans.loading import lower_to_run
 
 from planner.execution.virtual import ranks
 from planner.execution.virtual.devices import VirtualOptions, run_virtual
@@ -17,6 +16,7 @@ from planner.execution.virtual.script import Begin, End, Fetch, Post, Work, one_
 from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.loading import lower_to_run
 from simulator.errors import InfeasibleError, InputError
 from simulator.hardware import load_profile
 from simulator.pipeline import PipelineCosts, simulate_pipeline

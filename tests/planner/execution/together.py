@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-from planner.plans.plan import Plan
 from torch import Tensor
 
 from planner.execution.job import Job
@@ -32,6 +31,7 @@ from planner.execution.verification import (
 )
 from planner.lowering.checked import checked_graph, lower
 from planner.lowering.stages import lower_stages
+from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.errors import ExecutionError, MeshwrightError
 from tests.planner.execution.combinations import (

@@ -8,11 +8,10 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from planner.plans.plan import Certificate, Chunk, Plan, RecomputeRange, Status
-
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
+from planner.plans.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from planner.plans.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.hints import Hint, constrained, hint

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from planner.plans.plan import Plan
 
 from planner.lowering import bodies, step
 from planner.lowering.representatives import Representatives, representatives
 from planner.planning.prediction import predict_plan
+from planner.plans.plan import Plan
 from simulator.hardware import load_profile
 from tests.planner.lowering.plans import one_stage, pipelined
 from tests.planner.lowering.test_step import assert_same, whole

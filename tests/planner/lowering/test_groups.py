@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.plans.exchange import Exchange
-from planner.plans.plan import Plan
 
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.folding import unfold
@@ -21,6 +19,8 @@ from planner.lowering.groups import trained_names
 from planner.lowering.instructions import Communicate
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
+from planner.plans.exchange import Exchange
+from planner.plans.plan import Plan
 from simulator.hardware import load_profile
 from simulator.pipeline_operators import LAST
 from simulator.schedules import ActionKind

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planner.plans.file import plan_from_text, plan_to_text
-from planner.plans.plan import Plan
 
 from planner.graph.host_tables import LOOKUP, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
@@ -29,6 +27,8 @@ from planner.lowering.stages import BACKWARD, FORWARD, lower_stages
 from planner.networks import load_network
 from planner.planning.planning import PlanRequest, PlanResult, plan_network
 from planner.planning.prediction import predict_plan
+from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.plan import Plan
 from simulator import engine, fast_engine
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError

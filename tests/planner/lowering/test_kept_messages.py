@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from planner.plans.plan import Plan, RecomputeRange, expanded_rules
 
 from planner.graph.chain import chain
 from planner.graph.folding import unfold
@@ -15,6 +14,7 @@ from planner.lowering import lower_graph, lowering_options
 from planner.lowering.instructions import LoweredPlan
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.prediction import predict_plan
+from planner.plans.plan import Plan, RecomputeRange, expanded_rules
 from simulator import fast_engine
 from simulator.hardware import load_profile
 from simulator.program import Phase

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.plans.plan import OffloadRange, Plan, Swap, expanded_rules
 
 from planner.graph.chain import chain
 from planner.graph.folding import unfold
@@ -21,6 +20,7 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
+from planner.plans.plan import OffloadRange, Plan, Swap, expanded_rules
 from simulator import fast_engine
 from simulator.errors import StrategyError
 from simulator.hardware import load_profile

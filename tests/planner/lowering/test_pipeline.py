@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.plans.plan import Chunk, Plan
 
 from planner.graph.chain import chain
 from planner.lowering import representatives
@@ -17,6 +16,7 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.planning.pipeline_prediction import predict_pipeline, write_trace
 from planner.planning.prediction import predict_plan
+from planner.plans.plan import Chunk, Plan
 from simulator import engine, fast_engine
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import load_profile

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from planner.plans.plan import LayerRules, Plan, RecomputeRange, expanded_rules
 
 from planner.graph.chain import chain
 from planner.graph.folding import unfold
@@ -21,6 +20,7 @@ from planner.lowering.representatives import representatives
 from planner.lowering.segment import SegmentWriter
 from planner.lowering.visits import Visits
 from planner.planning.prediction import predict, predict_plan
+from planner.plans.plan import LayerRules, Plan, RecomputeRange, expanded_rules
 from simulator.columns import Changes, ProgramColumns, SegmentColumns, columns
 from simulator.hardware import load_profile
 from simulator.timing import task_times

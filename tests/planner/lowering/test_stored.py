@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.plans.plan import Plan, RecomputeRange, expanded_rules
 
 from planner.graph.chain import chain
 from planner.graph.folding import unfold
@@ -19,6 +18,7 @@ from planner.lowering import lower_graph, lowering_options
 from planner.lowering.checked import lower
 from planner.lowering.instructions import Communicate, Compute, LoweredPlan
 from planner.lowering.replicas import REPLICAS
+from planner.plans.plan import Plan, RecomputeRange, expanded_rules
 from simulator import fast_engine
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError

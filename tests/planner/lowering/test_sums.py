@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planner.plans.plan import Plan
 
 from planner.cost.work import OPTIMIZERS, finish_traffic, optimizer, state_bytes, update_bytes, update_traffic
 from planner.lowering.checked import lower
 from planner.lowering.instructions import BeginUpdate, Communicate, Update
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.prediction import predict, predict_plan
+from planner.plans.plan import Plan
 from simulator.errors import InputError
 from simulator.hardware import load_profile
 from simulator.program import Collective, Phase, Task

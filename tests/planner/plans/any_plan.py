@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from hypothesis import strategies as st
+
+from planner.graph.recompute import MODES
 from planner.plans.plan import (
     Certificate,
     Chunk,
@@ -16,8 +18,6 @@ from planner.plans.plan import (
     Status,
     Swap,
 )
-
-from planner.graph.recompute import MODES
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import InnerMessage, Rule
 from simulator.program import Collective

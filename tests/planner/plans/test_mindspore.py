@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner.plans.file import export_mindspore, read_plan, write_plan
-from planner.plans.mindspore import is_mindspore, parts_by_operator, strategy_items
-from planner.plans.plan import Plan
 from typer.testing import CliRunner
 
 from planner.cli.app import app
 from planner.graph.operator_graph import Role
+from planner.plans.file import export_mindspore, read_plan, write_plan
+from planner.plans.mindspore import is_mindspore, parts_by_operator, strategy_items
+from planner.plans.plan import Plan
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import Rule
 from simulator.errors import StrategyError

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.plans.exchange import Exchange
-from planner.plans.plan import Certificate, Status
 
 from planner.cli.plan_tables import difference_text
 from planner.cost.software import as_run
@@ -24,6 +22,8 @@ from planner.planning.configured import Configured
 from planner.planning.documents import prediction_document
 from planner.planning.pipeline_prediction import predict_pipeline
 from planner.planning.prediction import predict_plan
+from planner.plans.exchange import Exchange
+from planner.plans.plan import Certificate, Status
 from planner.plans.request import PRECISIONS, Pins
 from planner.search.configurations.bounds import even_bound
 from planner.search.configurations.configuration import Configuration

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from planner.plans.plan import NodeRules, expanded_rules
 
 from planner.cost.work import optimizer, traffic_sizes
 from planner.graph.operator_graph import OperatorGraph, Role
@@ -16,6 +15,7 @@ from planner.networks.decoder.mixtral import ZooMixtral
 from planner.networks.zoo.configs import MixtralConfig
 from planner.networks.zoo.table import language_inputs
 from planner.planning.configured import Configured, Scored
+from planner.plans.plan import NodeRules, expanded_rules
 from planner.plans.request import Pins
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts

@@ -12,7 +12,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from planner.plans.plan import LayerRules, NodeRules
 
 from planner.cost.work import optimizer
 from planner.graph.folding import unfold
@@ -20,6 +19,7 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.lowering import LoweringOptions, lower_graph
 from planner.networks import load_network
+from planner.plans.plan import LayerRules, NodeRules
 from planner.search.units.labels import RECOMPUTE, StageTables, rules_of, stage_decisions, stage_tables
 from planner.sharding.placement import Mesh
 from simulator.corrections import kernel_factor, message_time

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from planner.plans.plan import NodeRules
 
 from planner.cost.work import optimizer
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
+from planner.plans.plan import NodeRules
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.problem import Problem, Setting

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.plans.plan import Plan, Status, expanded_rules
 
 from planner.cost.work import optimizer
 from planner.exchange.mindspore.errors import ContextError
 from planner.graph.scaling import at_batch
 from planner.planning.planning import PlanRequest, PlanResult, plan_network
+from planner.plans.plan import Plan, Status, expanded_rules
 from planner.search.problem.by_data import FREE_AXES
 from planner.search.problem.cuts import OperatorCuts
 from planner.search.problem.hints import Hint, first_not_kept, hint, told_apart

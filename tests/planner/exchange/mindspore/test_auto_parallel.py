@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from planner.plans.file import read_plan
-from planner.plans.plan import Swap
 from torch import nn
 
 import planner
@@ -23,6 +21,8 @@ from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import Compute
 from planner.lowering.stages import BACKWARD, FORWARD, lower_stages
 from planner.networks import load_network
+from planner.plans.file import read_plan
+from planner.plans.plan import Swap
 from planner.search.problem.cuts import OperatorCuts
 from simulator.errors import InputError, NetworkError, UnsupportedError
 from simulator.pipeline_operators import PLAIN

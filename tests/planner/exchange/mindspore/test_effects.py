@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner.plans.file import read_plan
-from planner.plans.plan import Plan, Status
 
 import planner
 from planner import AutoParallelContext, ContextError, Planned
@@ -18,6 +16,8 @@ from planner.lowering.step import lowered_step
 from planner.networks import load_network
 from planner.planning import planning
 from planner.planning.planning import PlanResult
+from planner.plans.file import read_plan
+from planner.plans.plan import Plan, Status
 from simulator.errors import InfeasibleError
 from simulator.program import Collective, Task
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from planner.plans.file import plan_from_text, plan_to_text
-from planner.plans.plan import Plan
 from torch import nn
 
 import planner
@@ -20,6 +18,8 @@ from planner.lowering.instructions import Communicate
 from planner.lowering.stages import lower_stages
 from planner.lowering.step import lowered_step
 from planner.networks import load_network
+from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.plan import Plan
 from simulator.pipeline_operators import LAST
 from simulator.program import Collective
 from simulator.schedules import ActionKind

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from planner.plans.file import read_plan
-from planner.plans.plan import Plan
 from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
@@ -21,6 +19,8 @@ from planner.exchange.mindspore.mindformers import is_mindformers, translate
 from planner.exchange.mindspore.notes import Sizes, check_sizes, sizes_of, used_devices, vocabulary_marks
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.networks import load_network
+from planner.plans.file import read_plan
+from planner.plans.plan import Plan
 from planner.sharding.placement import REPLICATE
 from simulator.errors import InputError, UnsupportedError
 

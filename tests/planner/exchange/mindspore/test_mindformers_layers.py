@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
-from planner.plans.file import read_plan
-from planner.plans.plan import OffloadRange, Swap
 from typer.testing import CliRunner
 
 from planner.cli.app import app
 from planner.exchange.mindspore.marks import Marks
 from planner.exchange.mindspore.mindformers import Translated, translate
 from planner.networks import load_network
+from planner.plans.file import read_plan
+from planner.plans.plan import OffloadRange, Swap
 from simulator.errors import InputError
 
 run = CliRunner().invoke

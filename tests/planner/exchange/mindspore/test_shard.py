@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planner.plans.plan import Plan, expanded_rules
 from torch import nn
 
 import planner
@@ -19,6 +18,7 @@ from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.scaling import at_batch
 from planner.lowering.checked import lower
 from planner.networks import load_network
+from planner.plans.plan import Plan, expanded_rules
 from planner.search.problem.cuts import OperatorCuts, viewed
 from planner.search.problem.hints import Hint, first_not_kept, load_hints
 from planner.sharding.placement import PARTIAL, REPLICATE

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.plans.exchange import Exchange
-from planner.plans.file import plan_from_text, plan_to_text
-from planner.plans.plan import Plan
 
 import planner
 from planner.execution.run import ExecuteOptions, execute_plan
@@ -23,6 +20,9 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.lowering.step import lowered_step
 from planner.planning.prediction import predict_plan
+from planner.plans.exchange import Exchange
+from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.plan import Plan
 from planner.sharding.redistribution import redistribution
 from simulator.errors import InputError, StrategyError, UnsupportedError
 from simulator.hardware import load_profile

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from planner.plans.exchange import Exchange
-from planner.plans.plan import Plan
 from torch import Tensor
 
 import planner
@@ -28,6 +26,8 @@ from planner.execution.worker import _groups, _loader, _own_tensors
 from planner.lowering.checked import lower
 from planner.lowering.instructions import LoweredPlan
 from planner.networks import load_network
+from planner.plans.exchange import Exchange
+from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.program import Collective
 
