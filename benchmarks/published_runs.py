@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.quartznet import OF_FRAMES
+from planner.cost.memory_traits import traits_of
 from planner.cost.software import SOFTWARE
+from planner.cost.stacks import AttentionKernel, Stack
 from planner.plans.exchange import UNASKED, Exchange
 from planner.published.estimate.layered.sequence import padded_frames
-from planner.published.estimate.memory_traits import traits_of
 from planner.published.estimate.stage_parameters import local_vocabulary
 from planner.published.estimate.training_run import (
-    AttentionKernel,
     LayeredNetwork,
     OptimizerSharding,
     Recompute,
-    Stack,
     TrainingRun,
     TrainingSetup,
     TransformerShape,

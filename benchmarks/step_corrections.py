@@ -13,10 +13,9 @@ from rich.table import Table
 
 from benchmarks.predicted_runs import PROFILES, Predictor
 from benchmarks.published_runs import Run
+from planner.cost.software_file import shipped_software
+from planner.cost.stacks import family_of, usual_launch_s
 from planner.published.estimate.columns import FloatArray
-from planner.published.estimate.device_family import family_of
-from planner.published.estimate.software_file import shipped_software
-from planner.published.estimate.usual_software import usual_launch_s
 from planner.published.step_factors import (
     NAMES,
     PlannedSteps,

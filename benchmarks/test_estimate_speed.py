@@ -10,9 +10,9 @@ import itertools
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from planner.cost.software_file import SoftwareFile, shipped_software
 from planner.published.estimate.coefficients import gather
 from planner.published.estimate.predict import predict_runs
-from planner.published.estimate.software_file import Software, shipped_software
 from planner.published.estimate.step import step_times
 from planner.published.estimate.training_run import (
     OptimizerSharding,
@@ -53,7 +53,7 @@ def plans() -> list[TrainingRun]:
 
 
 @pytest.fixture(scope="module")
-def software() -> Software:
+def software() -> SoftwareFile:
     return shipped_software()
 
 
@@ -62,7 +62,7 @@ def _rate(benchmark: BenchmarkFixture, plans: int) -> None:
     benchmark.extra_info["plans_per_s"] = round(plans / benchmark.stats.stats.median)
 
 
-def test_closed_form(benchmark: BenchmarkFixture, plans: list[TrainingRun], software: Software) -> None:
+def test_closed_form(benchmark: BenchmarkFixture, plans: list[TrainingRun], software: SoftwareFile) -> None:
     """Columns, work, coefficients and step times."""
 
     def estimate() -> int:
@@ -72,14 +72,14 @@ def test_closed_form(benchmark: BenchmarkFixture, plans: list[TrainingRun], soft
     _rate(benchmark, len(plans))
 
 
-def test_predictions(benchmark: BenchmarkFixture, plans: list[TrainingRun], software: Software) -> None:
+def test_predictions(benchmark: BenchmarkFixture, plans: list[TrainingRun], software: SoftwareFile) -> None:
     """The same with intervals and memory, schedules not simulated."""
     found = benchmark(predict_runs, plans, software, simulate=False)
     assert any(prediction.fits for prediction in found)
     _rate(benchmark, len(plans))
 
 
-def test_simulated_predictions(benchmark: BenchmarkFixture, plans: list[TrainingRun], software: Software) -> None:
+def test_simulated_predictions(benchmark: BenchmarkFixture, plans: list[TrainingRun], software: SoftwareFile) -> None:
     """The same with every pipeline simulated, of every twentieth plan."""
     some = plans[::20]
     assert len(benchmark.pedantic(predict_runs, (some, software), rounds=1, warmup_rounds=1)) == len(some)

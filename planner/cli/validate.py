@@ -78,16 +78,16 @@ def validate(
 
 
 def _predictor() -> Predictor:
+    from planner.cost.software_file import shipped_software
     from planner.published.estimate.predict import predict_runs
-    from planner.published.estimate.software_file import shipped_software
 
     return partial(predict_runs, software=shipped_software())
 
 
 def _left_out(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
     """Every row predicted by the fit without its source."""
+    from planner.cost.software_file import shipped_software
     from planner.published.calibrating import held_out_predictions
-    from planner.published.estimate.software_file import shipped_software
     from planner.published.predictions import score
 
     sources = {row.source for row in rows if row.run is not None}

@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from planner.cost.memory_traits import traits_of
+from planner.cost.software_file import shipped_software
+from planner.cost.stacks import USUAL_STACKS, Stack, factors_of, family_of
 from planner.graph.attention import FUSED, check_attention
 from planner.graph.norms import FUSED as FUSED_NORMS
 from planner.graph.norms import check_norms
 from planner.plans.exchange import Exchange
-from planner.published.estimate.device_family import family_of
-from planner.published.estimate.memory_traits import traits_of
-from planner.published.estimate.software_file import shipped_software
-from planner.published.estimate.training_run import Stack
-from planner.published.estimate.usual_software import USUAL_STACKS, factors_of
 from simulator.errors import InputError
 from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
 from simulator.hardware import Hardware, load_profile

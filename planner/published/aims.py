@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.published.estimate.device_family import family_of
+from planner.cost.stacks import family_of
 from planner.published.estimate.training_run import LayeredNetwork, OptimizerSharding, TrainingRun
 from planner.published.results import Accuracy, Metrics
 

@@ -13,12 +13,12 @@ from functools import partial
 
 import numpy as np
 
-from planner.published.estimate.coefficients import stack_key
+from planner.cost.layered_parameters import LayeredCoefficients
+from planner.cost.software_file import ANY, Interval, SoftwareFile
+from planner.cost.stacks import family_of
+from planner.published.estimate.coefficients import interval_key, stack_key
 from planner.published.estimate.columns import FloatArray
-from planner.published.estimate.device_family import family_of
-from planner.published.estimate.layered_work import LayeredCoefficients
 from planner.published.estimate.predict import predict_runs
-from planner.published.estimate.software_file import ANY, Interval, Software, kind_of
 from planner.published.estimate.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
 from planner.published.estimate.work import work_of
 from planner.published.fitting import Fit, StepFit
@@ -43,7 +43,7 @@ class Calibration:
     the row's source.
     """
 
-    software: Software
+    software: SoftwareFile
     rows: tuple[MeasuredRow, ...]
     residuals: FloatArray
     held_out: FloatArray
@@ -75,7 +75,7 @@ class Folds:
 
     @staticmethod
     def _simulated(runs: Sequence[TrainingRun], fit: Fit) -> FloatArray:
-        software = Software(coefficients=fit.software, layered=LayeredCoefficients(), intervals=_EVERYWHERE)
+        software = SoftwareFile(coefficients=fit.software, layered=LayeredCoefficients(), intervals=_EVERYWHERE)
         return np.log([prediction.step_time_s for prediction in predict_runs(runs, software)])
 
     @property
@@ -83,11 +83,11 @@ class Folds:
         """Sources with rows that can teach, sorted."""
         return tuple(sorted({row.source for row in self.rows}))
 
-    def everything(self) -> Software:
+    def everything(self) -> SoftwareFile:
         """Coefficients fitted on all rows."""
         return self._software(self._all, _coefficients(self._all_layered))
 
-    def without(self, source: str) -> Software:
+    def without(self, source: str) -> SoftwareFile:
         """Coefficients fitted on the rows of all other sources."""
         steps, layered = self._all, _coefficients(self._all_layered)
         if any(row.source == source for row in self._transformers):
@@ -99,8 +99,8 @@ class Folds:
         return self._software(steps, layered)
 
     @staticmethod
-    def _software(steps: Fit, layered: LayeredCoefficients) -> Software:
-        return Software(coefficients=steps.software, layered=layered, intervals={})
+    def _software(steps: Fit, layered: LayeredCoefficients) -> SoftwareFile:
+        return SoftwareFile(coefficients=steps.software, layered=layered, intervals={})
 
 
 def calibrate_steps(rows: Sequence[MeasuredRow], advance: Advance | None = None) -> Calibration:
@@ -123,7 +123,7 @@ def calibrate_steps(rows: Sequence[MeasuredRow], advance: Advance | None = None)
 
 
 def held_out_predictions(
-    rows: Sequence[MeasuredRow], shipped: Software, advance: Advance | None = None
+    rows: Sequence[MeasuredRow], shipped: SoftwareFile, advance: Advance | None = None
 ) -> Iterator[tuple[TrainingRun, RunPrediction]]:
     """Every run of `rows`, source by source, with its prediction by the fit without that source.
 
@@ -148,7 +148,7 @@ def intervals(
     groups: dict[tuple[str, str, str], list[int]] = {}
     for index, row in enumerate(rows):
         run = _run(row)
-        kind, family, stack = kind_of(run), family_of(run.hardware.device_name), stack_key(run)
+        kind, family, stack = interval_key(run)
         for key in ((kind, family, stack), (kind, family, ANY), (kind, ANY, stack), (kind, ANY, ANY)):
             groups.setdefault(key, []).append(index)
     found = {}
@@ -178,7 +178,7 @@ def _grouped(calibration: Calibration, name: Callable[[TrainingRun], str]) -> Ma
     return {key: np.array(values) for key, values in groups.items()}
 
 
-def _logarithms(rows: Sequence[MeasuredRow], software: Software) -> FloatArray:
+def _logarithms(rows: Sequence[MeasuredRow], software: SoftwareFile) -> FloatArray:
     wide = replace(software, intervals=software.intervals or _EVERYWHERE)
     return np.log([p.step_time_s for p in predict_runs([_run(row) for row in rows], wide)])
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from planner.cost.layered_parameters import LayeredCoefficients
+from planner.cost.software_file import SHIPPED, SOFTWARE_FOLDER, write_software
+from planner.cost.stacks import family_of
 from planner.published.calibrating import INSIDE, Calibration, rows_by_device, rows_by_stack
 from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS
 from planner.published.estimate.columns import FloatArray
-from planner.published.estimate.device_family import family_of
-from planner.published.estimate.layered_work import LayeredCoefficients
-from planner.published.estimate.software_file import SHIPPED, SOFTWARE_FOLDER, write_software
 from simulator.calibration.profile_text import with_fields
 from simulator.hardware import PROFILE_SUFFIX, check_profile
 from simulator.whole_file import write_whole

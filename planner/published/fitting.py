@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.published.estimate.coefficients import SoftwareCoefficients, stack_key
+from planner.cost.software_file import SoftwareCoefficients
+from planner.cost.stacks import family_of
+from planner.published.estimate.coefficients import stack_key
 from planner.published.estimate.columns import FloatArray
-from planner.published.estimate.device_family import family_of
 from planner.published.estimate.step import Coefficients, step_times
 from planner.published.estimate.training_run import OptimizerSharding, TrainingRun
 from planner.published.estimate.work import Work

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from planner.cost.layered_parameters import LayeredCoefficients
+from planner.cost.stacks import Stack, family_of
 from planner.published.estimate.coefficients import stack_key
-from planner.published.estimate.device_family import family_of
 from planner.published.estimate.layered_table import LayeredTable, keeps_planes, layered_times
-from planner.published.estimate.layered_work import LayeredCoefficients, parameter_columns
-from planner.published.estimate.training_run import LayeredNetwork, Stack, TrainingRun
+from planner.published.estimate.layered_work import parameter_columns, parameters_of
+from planner.published.estimate.training_run import LayeredNetwork, TrainingRun
 from planner.published.fitting import Prior
 from planner.published.reading import MeasuredRow
 
@@ -298,7 +299,7 @@ class Steps:
 
     def predicted(self, coefficients: LayeredCoefficients, hosts: Mapping[str, float] | None = None) -> FloatArray:
         """Logarithm (N,) of the predicted seconds; ``hosts`` are factors of sources on preparing a sample."""
-        known = {index: coefficients.parameters(self._table.runs[index]) for index in self._first}
+        known = {index: parameters_of(coefficients, self._table.runs[index]) for index in self._first}
         columns = parameter_columns(self._table, [known[index] for index in self._alike])
         if hosts:
             columns["host_s"] = columns["host_s"] * [hosts[source] for source in self._sources]

@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from planner.cost.stacks import Stack
 from planner.published.aims import group_of
 from planner.published.estimate.memory import training_memory
 from planner.published.estimate.memory_figures import MemoryEstimate
-from planner.published.estimate.training_run import Recompute, RunPrediction, Stack, TrainingRun, TransformerShape
+from planner.published.estimate.training_run import Recompute, RunPrediction, TrainingRun, TransformerShape
 from planner.published.memory_doubts import APART, measured_apart, memory_doubt
 from planner.published.memory_kinds import figure_of
 from planner.published.reading import MeasuredRow

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 
+from planner.cost.stacks import AttentionKernel, Stack
 from planner.published.estimate.training_run import (
     NOVOGRAD,
-    AttentionKernel,
     LayeredNetwork,
     OptimizerSharding,
     Recompute,
-    Stack,
     TransformerShape,
 )
 from planner.published.measurement_file import FileRow

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
+from planner.cost.stacks import usual_factors
 from planner.published.estimate.columns import FloatArray
-from planner.published.estimate.usual_software import usual_factors
 
 NAMES = ("matmul", "attention", "convolution", "memory", "optimizer", "inside", "outside")
 """Kinds of work, as in `simulator.corrections`."""

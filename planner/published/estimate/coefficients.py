@@ -7,38 +7,21 @@ A coefficient belongs to a device, a stack or a kernel, never to a network. Devi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 
 import numpy as np
 
+from planner.cost.software_file import SoftwareCoefficients
+from planner.cost.stacks import Stack, family_of
 from planner.published.estimate.columns import FloatArray
-from planner.published.estimate.device_family import family_of
 from planner.published.estimate.step import Coefficients
-from planner.published.estimate.training_run import Stack, TrainingRun
+from planner.published.estimate.training_run import TrainingRun, TransformerShape
 
 DEVICE_COEFFICIENTS = ("matmul", "low_precision", "attention", "memory", "inside", "outside", "launch", "jitter")
 """Of a device: factors on kernels, messages and the host's time for a launch; the delay for each doubling of nodes."""
-STACK_COEFFICIENTS = (
-    "matmul", "misaligned", "memory", "memory_half", "experts", "recompute", "optimizer", "launch_s",
-    "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed", "pipeline_exposed", "gradient_exposed",
-    "shard_exposed", "shard_apart", "context_exposed",
-)  # fmt: skip
-"""Of a software stack: factors, seconds, and shares of messages that stay visible."""
 NEUTRAL = Coefficients()
 _FACTORS = frozenset({"matmul", "low_precision", "attention", "memory", "inside", "outside"})
 """What device and stack both have their say in."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoftwareCoefficients:
-    """Coefficients by stack, and factors by attention kernel; a missing one is neutral.
-
-    ``devices``, by family, stands in for what profiles say, while a fit is being judged.
-    """
-
-    stacks: Mapping[str, Mapping[str, float]]
-    attention: Mapping[str, float]
-    devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def stack_key(run: TrainingRun) -> str:
@@ -50,6 +33,12 @@ def stack_key(run: TrainingRun) -> str:
     if stack is Stack.MINDSPORE and not family_of(run.hardware.device_name).startswith("ascend"):
         return f"{stack}_gpu"
     return f"{stack}_deterministic" if run.setup.deterministic else str(stack)
+
+
+def interval_key(run: TrainingRun) -> tuple[str, str, str]:
+    """What intervals of runs are told apart by: kind of network, family of the device, stack."""
+    kind = "transformer" if isinstance(run.network, TransformerShape) else "layered"
+    return kind, family_of(run.hardware.device_name), stack_key(run)
 
 
 def gather(software: SoftwareCoefficients, runs: Sequence[TrainingRun]) -> Coefficients:

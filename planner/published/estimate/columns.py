@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planner.published.estimate.memory_traits import traits_of
+from planner.cost.memory_traits import traits_of
+from planner.cost.stacks import AttentionKernel, Stack
 from planner.published.estimate.pipeline_residency import BOTH_DIRECTIONS, V_SHAPED, schedule_name
 from planner.published.estimate.stage_parameters import (
     distinct_stages,
@@ -20,10 +21,8 @@ from planner.published.estimate.stage_parameters import (
     stage_parameters,
 )
 from planner.published.estimate.training_run import (
-    AttentionKernel,
     OptimizerSharding,
     Recompute,
-    Stack,
     TrainingRun,
     TrainingSetup,
     TransformerShape,

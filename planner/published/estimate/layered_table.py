@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from planner.published.estimate.device_family import family_of
-from planner.published.estimate.training_run import NOVOGRAD, LayeredNetwork, LayerWork, Stack, TrainingRun
+from planner.cost.stacks import Stack, family_of
+from planner.published.estimate.training_run import NOVOGRAD, LayeredNetwork, LayerWork, TrainingRun
 from simulator.collectives import collective_time
 from simulator.errors import InputError
 from simulator.hardware import Hardware

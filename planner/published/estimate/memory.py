@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.published.estimate.memory_figures import MemoryEstimate, StageMemory
-from planner.published.estimate.memory_outside import context_bytes, workspace_bytes
-from planner.published.estimate.memory_traits import (
+from planner.cost.memory_traits import (
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,
     PLAIN_LOSS_BYTES,
@@ -21,6 +19,9 @@ from planner.published.estimate.memory_traits import (
     MemoryTraits,
     traits_of,
 )
+from planner.cost.stacks import AttentionKernel
+from planner.published.estimate.memory_figures import MemoryEstimate, StageMemory
+from planner.published.estimate.memory_outside import context_bytes, workspace_bytes
 from planner.published.estimate.pipeline_residency import stage_residency
 from planner.published.estimate.saved_activations import LayerActivations, bias_bytes, layer_activations
 from planner.published.estimate.stage_parameters import (
@@ -34,7 +35,6 @@ from planner.published.estimate.stage_parameters import (
 )
 from planner.published.estimate.standing_states import States, accumulated_apart, shards, states_of, step_bytes
 from planner.published.estimate.training_run import (
-    AttentionKernel,
     LayeredNetwork,
     OptimizerSharding,
     Recompute,

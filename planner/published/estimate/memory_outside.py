@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from planner.published.estimate.device_family import family_of
-from planner.published.estimate.memory_traits import (
+from planner.cost.memory_traits import (
     EAGER_KERNELS_BYTES,
     GIBI,
     MEBI,
@@ -13,7 +12,8 @@ from planner.published.estimate.memory_traits import (
     OLDER_WORKSPACE_BYTES,
     MemoryTraits,
 )
-from planner.published.estimate.training_run import Stack, TrainingSetup
+from planner.cost.stacks import Stack, family_of
+from planner.published.estimate.training_run import TrainingSetup
 from simulator.hardware import Hardware
 
 _family_of = lru_cache(maxsize=256)(family_of)

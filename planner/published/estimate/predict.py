@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.published.estimate.coefficients import gather
+from planner.cost.software_file import SoftwareFile, shipped_software
+from planner.published.estimate.coefficients import gather, interval_key
 from planner.published.estimate.columns import FloatArray, stage_layers
-from planner.published.estimate.layered_work import predict_layered
+from planner.published.estimate.layered_work import parameters_of, predict_layered
 from planner.published.estimate.memory import peak_memory
-from planner.published.estimate.software_file import Software, shipped_software
 from planner.published.estimate.step import Coefficients, StageTimes, Step, stage_times, step_times
 from planner.published.estimate.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
 from planner.published.estimate.work import work_of
@@ -35,7 +35,7 @@ class _Times:
 
 
 def predict_runs(
-    runs: Sequence[TrainingRun], software: Software | None = None, *, simulate: bool = True
+    runs: Sequence[TrainingRun], software: SoftwareFile | None = None, *, simulate: bool = True
 ) -> list[RunPrediction]:
     """Predict every run, in order.
 
@@ -54,13 +54,13 @@ def predict_runs(
         times[index] = time
     for index, run in enumerate(runs):
         if isinstance(run.network, LayeredNetwork):
-            estimate = predict_layered(run, software.layered.parameters(run))
+            estimate = predict_layered(run, parameters_of(software.layered, run))
             times[index] = _Times(step_time_s=estimate.step_time_s, breakdown=estimate.breakdown)
     return [_prediction(run, time, software) for run, time in zip(runs, times, strict=True) if time is not None]
 
 
-def _prediction(run: TrainingRun, times: _Times, software: Software) -> RunPrediction:
-    interval, label = software.interval(run)
+def _prediction(run: TrainingRun, times: _Times, software: SoftwareFile) -> RunPrediction:
+    interval, label = software.interval(*interval_key(run))
     memory = peak_memory(run)
     return RunPrediction(
         step_time_s=times.step_time_s,
@@ -74,7 +74,7 @@ def _prediction(run: TrainingRun, times: _Times, software: Software) -> RunPredi
     )
 
 
-def transformer_times(runs: Sequence[TrainingRun], software: Software, *, simulate: bool) -> list[_Times]:
+def transformer_times(runs: Sequence[TrainingRun], software: SoftwareFile, *, simulate: bool) -> list[_Times]:
     """Step times of transformers."""
     if not runs:
         return []

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.published.estimate.memory_traits import LOW_PRECISION_BYTES, UNEVEN_ROUTING, MemoryTraits
-from planner.published.estimate.training_run import AttentionKernel, Recompute, TrainingSetup, TransformerShape
+from planner.cost.memory_traits import LOW_PRECISION_BYTES, UNEVEN_ROUTING, MemoryTraits
+from planner.cost.stacks import AttentionKernel
+from planner.published.estimate.training_run import Recompute, TrainingSetup, TransformerShape
 
 _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
 

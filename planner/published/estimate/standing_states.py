@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.published.estimate.memory_traits import EIGHT_BIT_OPTIMIZERS, LOW_PRECISION_BYTES, MOMENTS, MemoryTraits
+from planner.cost.memory_traits import EIGHT_BIT_OPTIMIZERS, LOW_PRECISION_BYTES, MOMENTS, MemoryTraits
 from planner.published.estimate.stage_parameters import RankParameters
 from planner.published.estimate.training_run import OptimizerSharding, TrainingSetup
 from simulator.errors import InputError

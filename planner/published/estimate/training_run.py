@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from planner.cost.stacks import AttentionKernel, Stack
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.program import Kernel
@@ -39,52 +40,6 @@ class OptimizerSharding(StrEnum):
     ZERO1 = "zero1"
     ZERO2 = "zero2"
     ZERO3 = "zero3"
-
-
-class AttentionKernel(StrEnum):
-    """How the attention core runs."""
-
-    UNFUSED = "unfused"
-    """Matrix products and single kernels between them, scores in memory."""
-    FUSED_SOFTMAX = "fused_softmax"
-    """Scale, mask and softmax in one kernel, scores in memory."""
-    FLASH = "flash"
-    """One kernel in each direction, no scores in memory (FlashAttention 1)."""
-    FLASH2 = "flash2"
-    """The same with better work partitioning (FlashAttention 2)."""
-    VENDOR = "vendor"
-    """The vendor's fused kernel: cuDNN on Hopper and later, FlashAttentionScore on Ascend."""
-
-
-class Stack(StrEnum):
-    """Software that launches the kernels; its properties are fitted once for all networks."""
-
-    CHANNELS_LAST = "channels_last"
-    """PyTorch on images as NVIDIA tunes it: channels last, input prepared on the device, fused updates."""
-    MINDSPORE_TOOLKIT = "mindspore_toolkit"
-    """MindCV and MindYOLO: MindSpore graph mode, images transformed by the host in Python."""
-    EAGER = "eager"
-    """PyTorch operators one by one, few of them fused (Hugging Face, FSDP, torchtune)."""
-    COMPILED = "compiled"
-    """torch.compile or XLA: chains of elementwise operators fused."""
-    MEGATRON = "megatron"
-    """Megatron-LM: fused bias, dropout, norm and softmax kernels, gradients accumulated in the product."""
-    DEEPSPEED = "deepspeed"
-    """Megatron-DeepSpeed and other pipelines of PyTorch operators with some fused kernels."""
-    TRANSFORMER_ENGINE = "transformer_engine"
-    """Megatron-Core on Transformer Engine: fused norms, overlapped tensor parallelism, CUDA graphs."""
-    MINDSPORE = "mindspore"
-    """MindSpore graph mode."""
-    MINDSPEED = "mindspeed"
-    """PyTorch on Ascend: torch_npu with MindSpeed's fused kernels."""
-    TENSORFLOW = "tensorflow"
-    """TensorFlow, with XLA unless ``plain_graph`` says otherwise; Horovod between devices."""
-    PADDLE = "paddle"
-    """PaddlePaddle."""
-    MXNET = "mxnet"
-    """MXNet."""
-    ONEFLOW = "oneflow"
-    """OneFlow."""
 
 
 NOVOGRAD = "novograd"

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.cost.software_file import ANY
 from planner.published.calibrating import Calibration, Folds, calibrate_steps, held_out_predictions, intervals, usable
 from planner.published.estimate.layered import lookup
 from planner.published.estimate.predict import predict_runs
-from planner.published.estimate.software_file import ANY
 from planner.published.estimate.training_run import TrainingRun, TrainingSetup
 from planner.published.fitting import DEVICE_PRIORS, STACK_PRIORS
 from planner.published.reading import MeasuredRow

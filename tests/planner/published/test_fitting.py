@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS, STACK_COEFFICIENTS, gather
+from planner.cost.software_file import STACK_COEFFICIENTS
+from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS, gather
 from planner.published.estimate.step import step_times
 from planner.published.fitting import DEVICE_PRIORS, STACK_PRIORS
 from tests.planner.published.estimate.transformers import GPT, run

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.published.estimate.device_family import family_of
+from planner.cost.layered_parameters import LayeredCoefficients
+from planner.cost.stacks import Stack, family_of
 from planner.published.estimate.layered import lookup
-from planner.published.estimate.layered_work import LayeredCoefficients, predict_layered
-from planner.published.estimate.training_run import LayeredNetwork, Stack, TrainingRun, TrainingSetup
+from planner.published.estimate.layered_work import parameters_of, predict_layered
+from planner.published.estimate.training_run import LayeredNetwork, TrainingRun, TrainingSetup
 from planner.published.fitting_layered import (
     DEVICE_PRIORS,
     HOST_PRIORS,
@@ -46,7 +47,7 @@ def made_row(name: str, batch: int, source: str, factor: float = 1.0) -> Measure
     assert isinstance(network, LayeredNetwork)
     setup = TrainingSetup(devices=1, micro_batch=batch, precision="fp16", stack=Stack.EAGER)
     run = TrainingRun(network=network, setup=setup, hardware=load_profile("dgx-a100"))
-    seconds = predict_layered(run, TRUE.parameters(run)).step_time_s
+    seconds = predict_layered(run, parameters_of(TRUE, run)).step_time_s
     return MeasuredRow(row_id=name, source=source, file="made.csv", line=1, run=run, measured_time_s=seconds * factor)
 
 
@@ -64,7 +65,7 @@ def test_runs_of_one_device_and_stack_keep_what_tells_them_apart() -> None:
         for plain in (False, True)
         if network
     ]
-    alone = [math.log(predict_layered(run, known.parameters(run)).step_time_s) for run in runs]
+    alone = [math.log(predict_layered(run, parameters_of(known, run)).step_time_s) for run in runs]
     assert Steps(runs).predicted(known).tolist() == pytest.approx(alone)
 
 

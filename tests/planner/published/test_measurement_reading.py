@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.stacks import AttentionKernel, Stack
 from planner.published.estimate.training_run import (
-    AttentionKernel,
     LayeredNetwork,
     OptimizerSharding,
     Recompute,
-    Stack,
     TrainingRun,
     TransformerShape,
 )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.published.estimate.training_run import AttentionKernel, LayeredNetwork, Stack, TransformerShape
+from planner.cost.stacks import AttentionKernel, Stack
+from planner.published.estimate.training_run import LayeredNetwork, TransformerShape
 from planner.published.reading import MeasuredRow, read_measurements
 from planner.published.reading_suites import CHOSEN_TO_FIT
 from tests.measurements import write_measurements

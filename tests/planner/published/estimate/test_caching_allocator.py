@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.caching_allocator import MEBI, Allocator, resnet50
-from planner.published.estimate.memory_traits import MANY_SIZES_SHARE, traits_of
-from planner.published.estimate.training_run import Stack
+from planner.cost.memory_traits import MANY_SIZES_SHARE, traits_of
+from planner.cost.stacks import Stack
 
 
 def test_blocks_are_split_merged_and_used_again() -> None:

@@ -7,16 +7,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from planner.published.estimate.coefficients import (
-    DEVICE_COEFFICIENTS,
-    NEUTRAL,
-    STACK_COEFFICIENTS,
-    SoftwareCoefficients,
-    combine,
-    gather,
-    stack_key,
-)
-from planner.published.estimate.device_family import family_of
+from planner.cost.software_file import STACK_COEFFICIENTS, SoftwareCoefficients
+from planner.cost.stacks import family_of
+from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS, NEUTRAL, combine, gather, stack_key
 from planner.published.estimate.step import Coefficients
 from planner.published.estimate.training_run import TrainingRun
 from simulator.hardware import profile_names

@@ -8,17 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.published.estimate.device_family import family_of
+from planner.cost.layered_parameters import USUAL_BALANCE, USUAL_REACH, LayeredCoefficients, LayeredParameters
+from planner.cost.stacks import Stack, family_of
 from planner.published.estimate.layered import lookup
 from planner.published.estimate.layered.builder import NetworkBuilder
 from planner.published.estimate.layered_table import LayeredTable, bytes_per_cycle, layered_times
 from planner.published.estimate.layered_work import (
-    USUAL_BALANCE,
-    USUAL_REACH,
-    LayeredCoefficients,
-    LayeredParameters,
     layered_memory,
     parameter_columns,
+    parameters_of,
     predict_layered,
     typical_batch,
 )
@@ -26,7 +24,6 @@ from planner.published.estimate.memory import training_memory
 from planner.published.estimate.training_run import (
     NOVOGRAD,
     LayeredNetwork,
-    Stack,
     TrainingRun,
     TrainingSetup,
     TransformerShape,
@@ -120,10 +117,10 @@ def test_images_lie_in_planes_for_tf32_whatever_the_software_does_for_half_preci
     known = LayeredCoefficients(
         devices={"ampere": {"planes": 2.0}}, stacks={"mxnet": {"casts": 0.1, "unfused": 0.2}, "eager": {"casts": 3.0}}
     )
-    half, tf32 = (known.parameters(run(stack=Stack.MXNET, precision=kind)) for kind in ("fp16", "tf32"))
+    half, tf32 = (parameters_of(known, run(stack=Stack.MXNET, precision=kind)) for kind in ("fp16", "tf32"))
     assert (half.casts, half.unfused) == (0.1, 0.2)
     assert (tf32.casts, tf32.unfused) == (2.0, NEUTRAL.unfused)
-    assert known.parameters(run(stack=Stack.EAGER)).casts == 3.0
+    assert parameters_of(known, run(stack=Stack.EAGER)).casts == 3.0
 
 
 def test_what_a_step_does_beside_its_network_counts_by_weights_and_by_tensors() -> None:
@@ -179,14 +176,14 @@ def test_a_plain_graph_fuses_nothing() -> None:
     known = LayeredCoefficients(stacks={"tensorflow": {"unfused": 0.4}})
     compiled = run(stack=Stack.TENSORFLOW)
     plain = replace(compiled, setup=replace(compiled.setup, plain_graph=True))
-    assert [known.parameters(one).unfused for one in (compiled, plain)] == [0.4, 1.0]
+    assert [parameters_of(known, one).unfused for one in (compiled, plain)] == [0.4, 1.0]
 
 
 def test_convolutions_whose_kernels_nobody_tried_out_are_slower() -> None:
     known = LayeredCoefficients(devices={"ampere": {"products": 0.5, "untuned": 0.8}})
     tuned = run()
     untuned = replace(tuned, setup=replace(tuned.setup, untuned_convolutions=True))
-    assert [known.parameters(one).products for one in (tuned, untuned)] == [0.5, 0.4]
+    assert [parameters_of(known, one).products for one in (tuned, untuned)] == [0.5, 0.4]
 
 
 def test_volumes_lie_in_planes_in_half_precision_too() -> None:
@@ -195,7 +192,7 @@ def test_volumes_lie_in_planes_in_half_precision_too() -> None:
     )
 
     def casts(name: str, precision: str = "fp16", profile: str = "dgx1-v100", stack: Stack = Stack.TENSORFLOW) -> float:
-        return known.parameters(run(name=name, precision=precision, profile=profile, stack=stack)).casts
+        return parameters_of(known, run(name=name, precision=precision, profile=profile, stack=stack)).casts
 
     assert [casts(name) for name in ("vnet", "unet_3d_medical", "unet_medical", "resnet50")] == [3.0, 3.0, 0.1, 0.1]
     assert casts("vnet", "fp32") == 0.1  # without tensor units nothing is copied
@@ -281,8 +278,8 @@ def test_devices_of_a_host_share_its_cores_where_they_are_pooled() -> None:
 
 def test_mindspore_away_from_its_devices_has_coefficients_of_its_own() -> None:
     known = LayeredCoefficients(stacks={"mindspore": {"unfused": 0.2}, "mindspore_gpu": {"unfused": 0.6}})
-    assert known.parameters(run(stack=Stack.MINDSPORE)).unfused == 0.6
-    assert known.parameters(run(stack=Stack.MINDSPORE, profile="ascend910-atlas800")).unfused == 0.2
+    assert parameters_of(known, run(stack=Stack.MINDSPORE)).unfused == 0.6
+    assert parameters_of(known, run(stack=Stack.MINDSPORE, profile="ascend910-atlas800")).unfused == 0.2
 
 
 def test_memory_grows_with_the_batch() -> None:
@@ -314,13 +311,13 @@ def test_coefficients_of_device_and_stack_are_combined() -> None:
             }
         },
     )
-    half = coefficients.parameters(run())
+    half = parameters_of(coefficients, run())
     assert half.products == pytest.approx(0.45)
     assert half.memory == pytest.approx(0.4)
     assert half.launch_s == pytest.approx(2e-5)
     assert half.host_s == pytest.approx({"image": 1e-4, "mosaic image": 1e-3})
-    assert coefficients.parameters(run(profile="dgx-h100")).products == pytest.approx(0.9 * NEUTRAL.products)
-    assert LayeredCoefficients().parameters(run()) == NEUTRAL
+    assert parameters_of(coefficients, run(profile="dgx-h100")).products == pytest.approx(0.9 * NEUTRAL.products)
+    assert parameters_of(LayeredCoefficients(), run()) == NEUTRAL
 
 
 def test_boxes_of_mosaics_keep_an_ascend_910_and_no_later_device() -> None:
@@ -328,8 +325,8 @@ def test_boxes_of_mosaics_keep_an_ascend_910_and_no_later_device() -> None:
 
     def seconds(profile: str, name: str) -> tuple[float, float]:
         wanted = run(devices=1, profile=profile, name=name, batch=8, stack=Stack.MINDSPORE_TOOLKIT)
-        plain = LayeredCoefficients().parameters(wanted)
-        known = coefficients.parameters(wanted)
+        plain = parameters_of(LayeredCoefficients(), wanted)
+        known = parameters_of(coefficients, wanted)
         return predict_layered(wanted, known).step_time_s, predict_layered(wanted, plain).step_time_s
 
     first, without = seconds("ascend910-atlas800", "yolov5_s")
@@ -347,8 +344,8 @@ def test_convolutions_of_one_pixel_are_slow_where_no_graph_engine_compiles_them(
     def longer(name: str, profile: str = "ascend910-atlas800", *, engine: bool = False) -> float:
         wanted = run(devices=1, profile=profile, name=name, batch=64, stack=Stack.MINDSPORE_TOOLKIT)
         wanted = replace(wanted, setup=replace(wanted.setup, graph_engine=engine))
-        plain = LayeredCoefficients().parameters(wanted)
-        return seconds(wanted, coefficients.parameters(wanted)) - seconds(wanted, plain)
+        plain = parameters_of(LayeredCoefficients(), wanted)
+        return seconds(wanted, parameters_of(coefficients, wanted)) - seconds(wanted, plain)
 
     # 32, 96, 144, 144, ... expanded channels to a quarter of the block's inputs and back: 2 x (8,960 + 366 + ...)
     gates = network("efficientnet_b0").gates
@@ -362,22 +359,22 @@ def test_convolutions_of_one_pixel_are_slow_where_no_graph_engine_compiles_them(
 def test_the_more_operations_for_an_element_of_memory_the_fewer_are_reached() -> None:
     device = {"products": 0.4, "balance": 0.5}
     coefficients = LayeredCoefficients(devices=dict.fromkeys(("volta", "ampere", "hopper"), device))
-    ampere, hopper = (coefficients.parameters(run(profile=name)).products for name in ("dgx-a100", "dgx-h100"))
+    ampere, hopper = (parameters_of(coefficients, run(profile=name)).products for name in ("dgx-a100", "dgx-h100"))
     assert hopper < ampere
     wanted = run(profile="dgx-h100")
     share = (wanted.hardware.peak("float16") * 2 / wanted.hardware.memory_bandwidth / USUAL_BALANCE) ** -0.5
     assert hopper == pytest.approx(0.4 * share)
     # TF32 takes half the operations on elements of twice the size: the same share of its peak.
-    tf32 = coefficients.parameters(run(profile="dgx-h100", precision="tf32")).products
+    tf32 = parameters_of(coefficients, run(profile="dgx-h100", precision="tf32")).products
     assert tf32 == pytest.approx(hopper)
     # Without tensor units memory keeps up easily.
-    assert coefficients.parameters(run(profile="dgx1-v100", precision="fp32")).products > 1.5 * ampere
+    assert parameters_of(coefficients, run(profile="dgx1-v100", precision="fp32")).products > 1.5 * ampere
 
 
 def test_no_device_exceeds_its_peak() -> None:
     device = {"products": 0.7, "balance": 0.5}
     coefficients = LayeredCoefficients(devices={"volta": device})
-    assert coefficients.parameters(run(profile="dgx1-v100", precision="fp32")).products == 1.0
+    assert parameters_of(coefficients, run(profile="dgx1-v100", precision="fp32")).products == 1.0
 
 
 @pytest.mark.parametrize(
@@ -389,7 +386,7 @@ def test_the_more_bytes_for_a_multiprocessor_the_less_of_the_bandwidth_is_reache
     each = hardware.memory_bandwidth / hardware.multiprocessors / clock
     assert bytes_per_cycle(hardware) == pytest.approx(each, rel=0.01)
     coefficients = LayeredCoefficients(devices={family: {"memory": 0.8, "reach": 0.5}})
-    assert coefficients.parameters(wanted).memory == pytest.approx(0.8 * (USUAL_REACH / each) ** 0.5, rel=0.01)
+    assert parameters_of(coefficients, wanted).memory == pytest.approx(0.8 * (USUAL_REACH / each) ** 0.5, rel=0.01)
 
 
 def test_novograd_keeps_the_device_waiting_for_its_host() -> None:

@@ -9,21 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.memory_traits import traits_of
+from planner.cost.stacks import AttentionKernel, Stack
 from planner.published.estimate.memory import reserved_memory_bytes, training_memory
 from planner.published.estimate.memory_figures import MemoryFigure
-from planner.published.estimate.memory_traits import traits_of
 from planner.published.estimate.pipeline_residency import stage_residency
 from planner.published.estimate.saved_activations import layer_activations
 from planner.published.estimate.stage_parameters import parameter_count, stage_contents, stage_parameters
 from planner.published.estimate.training_run import (
-    AttentionKernel,
     Experts,
     LatentAttention,
     LayeredNetwork,
     LayerWork,
     OptimizerSharding,
     Recompute,
-    Stack,
     TrainingRun,
     TrainingSetup,
     TransformerShape,

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.cost.software_file import ANY, Interval
+from planner.published.estimate.coefficients import interval_key
 from planner.published.estimate.layered import lookup
 from planner.published.estimate.memory import peak_memory, training_memory
 from planner.published.estimate.predict import pipeline_schedule, predict_runs
-from planner.published.estimate.software_file import ANY, Interval
 from planner.published.estimate.training_run import TrainingRun, TrainingSetup
 from tests.planner.published.estimate.transformers import GPT, RUNS, SOFTWARE, profile, run
 
@@ -71,7 +72,7 @@ def test_between_a_known_device_and_a_known_stack_the_wider_interval_counts() ->
         ("transformer", ANY, "megatron"): Interval(low=0.7, high=1.4, rows=50),
         ("transformer", ANY, ANY): Interval(low=0.8, high=1.2, rows=90),
     }
-    interval, label = replace(SOFTWARE, intervals=apart).interval(run(GPT))
+    interval, label = replace(SOFTWARE, intervals=apart).interval(*interval_key(run(GPT)))
     assert (interval.low, interval.high, label) == (0.7, 1.4, "interpolated")
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from planner.published.estimate.coefficients import SoftwareCoefficients
-from planner.published.estimate.layered_work import LayeredCoefficients
-from planner.published.estimate.software_file import ANY, Interval, Software
+from planner.cost.layered_parameters import LayeredCoefficients
+from planner.cost.software_file import ANY, Interval, SoftwareCoefficients, SoftwareFile
 from planner.published.estimate.training_run import (
     Experts,
     LatentAttention,
@@ -44,7 +43,7 @@ DEEPSEEK = TransformerShape(
 T5 = replace(
     GPT, name="t5", layers=12, dropout=True, sequence_length=128, encoder_layers=12, encoder_sequence_length=512
 )
-SOFTWARE = Software(
+SOFTWARE = SoftwareFile(
     coefficients=SoftwareCoefficients(stacks={}, attention={}),
     layered=LayeredCoefficients(),
     intervals={(kind, ANY, ANY): Interval(low=0.5, high=2.0, rows=1) for kind in ("transformer", "layered")},

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.published.estimate.training_run import Stack
+from planner.cost.stacks import Stack
 
 MEBI = 2.0**20
 GIBI = 2.0**30

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from planner.cost.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of, norms_of
+from planner.cost.software_file import shipped_software
+from planner.cost.stacks import factors_of
 from planner.execution.launch.starting import check_options
 from planner.execution.run import ExecuteOptions
 from planner.graph.operator_graph import OperatorGraph
@@ -22,8 +24,6 @@ from planner.planning.prediction import predict_plan
 from planner.planning.shared_tables import SharedTables
 from planner.plans.exchange import Exchange
 from planner.plans.file import plan_from_text, plan_to_text
-from planner.published.estimate.software_file import shipped_software
-from planner.published.estimate.usual_software import factors_of
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
 from simulator.hardware import load_profile

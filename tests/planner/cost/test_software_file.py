@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from planner.published.estimate import software_file
-from planner.published.estimate.software_file import ANY, parse_software, shipped_software, write_software
-from planner.published.estimate.training_run import Stack
+from planner.cost import software_file
+from planner.cost.software_file import ANY, parse_software, shipped_software, write_software
+from planner.cost.stacks import Stack
 from simulator.errors import ProfileError
 
 FITTED = "fitted: 240 rows of published runs, median error 8 %"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -16,10 +16,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field, ValidationError
 
-from planner.published.estimate.coefficients import STACK_COEFFICIENTS, SoftwareCoefficients, stack_key
-from planner.published.estimate.device_family import family_of
-from planner.published.estimate.layered_work import LayeredCoefficients, LayeredParameters
-from planner.published.estimate.training_run import AttentionKernel, Stack, TrainingRun, TransformerShape
+from planner.cost.layered_parameters import LayeredCoefficients, LayeredParameters
+from planner.cost.stacks import AttentionKernel, Stack
 from simulator.errors import ProfileError
 from simulator.profile_file import REMEDY, load_strictly, validation_problems
 from simulator.profile_parts import Count, NonNegative, Part, Positive, Source, Sourced
@@ -27,6 +25,12 @@ from simulator.whole_file import write_whole
 
 SOFTWARE_FOLDER = "software"
 SHIPPED = "training.yaml"
+STACK_COEFFICIENTS = (
+    "matmul", "misaligned", "memory", "memory_half", "experts", "recompute", "optimizer", "launch_s",
+    "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed", "pipeline_exposed", "gradient_exposed",
+    "shard_exposed", "shard_apart", "context_exposed",
+)  # fmt: skip
+"""Of a software stack: factors, seconds, and shares of messages that stay visible."""
 ANY = "*"
 """Stands for every device family, or every stack."""
 
@@ -90,6 +94,18 @@ class SoftwarePart(Part):
     intervals_source: Source
 
 
+@dataclass(frozen=True, kw_only=True)
+class SoftwareCoefficients:
+    """Coefficients by stack, and factors by attention kernel; a missing one is neutral.
+
+    ``devices``, by family, stands in for what profiles say, while a fit is being judged.
+    """
+
+    stacks: Mapping[str, Mapping[str, float]]
+    attention: Mapping[str, float]
+    devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
     """Factors of the prediction between which 90 % of the measured times lie, and the rows that say so."""
@@ -100,35 +116,29 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Software:
+class SoftwareFile:
     """The file's content; intervals by kind of network, device family and stack (``*`` for any)."""
 
     coefficients: SoftwareCoefficients
     layered: LayeredCoefficients
     intervals: Mapping[tuple[str, str, str], Interval]
 
-    def interval(self, run: TrainingRun) -> tuple[Interval, str]:
-        """Interval and label of a run.
+    def interval(self, network: str, family: str, stack: str) -> tuple[Interval, str]:
+        """Interval and label of runs of a kind of network on a family of devices with a stack.
 
         ``calibrated`` where rows of its device family and stack were fitted, ``interpolated`` where both were, but not
         together, ``extrapolated`` else. The wider of the intervals that may apply is taken.
         """
-        kind, family, stack = kind_of(run), family_of(run.hardware.device_name), stack_key(run)
-        both = self.intervals.get((kind, family, stack))
+        both = self.intervals.get((network, family, stack))
         if both is not None:
             return both, "calibrated"
-        near = [self.intervals[key] for key in ((kind, family, ANY), (kind, ANY, stack)) if key in self.intervals]
-        near.append(self.intervals[kind, ANY, ANY])
+        near = [self.intervals[key] for key in ((network, family, ANY), (network, ANY, stack)) if key in self.intervals]
+        near.append(self.intervals[network, ANY, ANY])
         widest = max(near, key=lambda interval: interval.high / interval.low)
         return widest, "interpolated" if len(near) == 3 else "extrapolated"
 
 
-def kind_of(run: TrainingRun) -> str:
-    """Kind of network by which intervals are told apart."""
-    return "transformer" if isinstance(run.network, TransformerShape) else "layered"
-
-
-def parse_software(text: str, name: str) -> Software:
+def parse_software(text: str, name: str) -> SoftwareFile:
     """Validate the text of a software file; ProfileError names file and field."""
     try:
         part = SoftwarePart.model_validate(load_strictly(text.encode()))
@@ -137,7 +147,7 @@ def parse_software(text: str, name: str) -> Software:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         detail = " ".join(str(error).split())
         raise ProfileError(f"software file {name} is not valid YAML: {detail}; {REMEDY}") from None
-    return Software(
+    return SoftwareFile(
         coefficients=SoftwareCoefficients(
             stacks={stack: _values(entries) for stack, entries in part.stacks.items()},
             attention=_values(part.attention),
@@ -155,7 +165,7 @@ def _values(entries: Mapping[str, Sourced[float]]) -> dict[str, float]:
 
 
 @lru_cache(maxsize=1)
-def shipped_software() -> Software:
+def shipped_software() -> SoftwareFile:
     """The software file that comes with the package.
 
     Raises
@@ -175,7 +185,7 @@ def shipped_software() -> Software:
     return parse_software(text, name)
 
 
-def write_software(content: Mapping[str, Any], path: Path) -> Software:
+def write_software(content: Mapping[str, Any], path: Path) -> SoftwareFile:
     """Validate `content` and write it to `path`, whole or not at all."""
     plain = json.loads(json.dumps(dict(content)))  # no object twice: the dumper would write aliases
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
