@@ -2,53 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, TrustFile, check_out
 from planner.cli.terminal import Terminal
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.exchange.exporting import Exported
+    from planner.exchange.formats import ExchangeFormat
+    from planner.plans.file import StrategyFile
+
 
 class Format(StrEnum):
-    """Strategy files that can be written."""
+    """Files that a plan can be written to."""
 
+    MEGATRON = "megatron"
+    BRIDGE = "bridge"
+    TORCHTITAN = "torchtitan"
+    TORCHTITAN_OLD = "torchtitan-0.2"
+    DEEPSPEED = "deepspeed"
+    ACCELERATE = "accelerate"
     MINDSPORE = "mindspore"
     MESHWRIGHT = "meshwright"
 
 
 def export(
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file, of either format.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="Where to write.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Where to write; by default beside the strategy.")
+    ] = None,
     to: Annotated[Format, typer.Option("--to", help="The format to write.")] = Format.MINDSPORE,
+    rounds: Annotated[
+        bool, typer.Option("--round", help="Write the nearest plan that the framework can run, and list what differs.")
+    ] = False,
     trust_file: TrustFile = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Write a plan as MindSpore's JSON strategy file, or such a file as a strategy file again.
+    """Write a plan for the framework that trains with it, or as MindSpore's JSON strategy file.
+
+    What a framework cannot run is an error; with --round the nearest plan is written, and what each change makes of
+    step time and memory is listed.
 
     \b
-    Example:
+    Examples:
+      meshwright export strategy.json --to megatron --round --out plan.sh
       meshwright export strategy.json --out mindspore.json
-      meshwright simulate mindspore.json
     """
+    from planner.exchange.registry import FORMATS
     from planner.lowering.checked import captured
     from planner.plans.file import export_mindspore, read_strategy, write_plan
     from planner.plans.loading import naming
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    check_out("--out", out, (strategy,))
+    form = FORMATS.get(to.value)
+    path = out or strategy.with_suffix(f".{to.value}{form.suffix if form else '.json'}")
+    check_out("--out", path, (strategy,))
     found = read_strategy(strategy)
+    if form is not None:
+        _exchange(terminal, found, strategy, form, path, rounds=rounds)
+        return
     if to is Format.MESHWRIGHT:
-        written = write_plan(found.plan, out, found.prediction)
+        written = write_plan(found.plan, path, found.prediction)
     else:
         with terminal.working("capturing the network"), naming(strategy):
             graph = captured(found.plan)
-        written = export_mindspore(found.plan, graph, out, found.prediction)
+        written = export_mindspore(found.plan, graph, path, found.prediction)
     if terminal.json:
-        terminal.document({"strategy_file": str(written), "format": to.value})
+        terminal.document({"strategy_file": str(written), "format": to.value, "files": [str(written)]})
     else:
         terminal.line(str(written))
+
+
+def _exchange(
+    terminal: Terminal, found: StrategyFile, strategy: Path, form: ExchangeFormat, path: Path, *, rounds: bool
+) -> None:
+    from planner.exchange.exporting import export_plan
+    from planner.lowering.checked import captured
+    from planner.plans.loading import naming
+    from simulator.whole_file import write_whole
+
+    with terminal.working(f"writing for {form.table.framework} {form.version}"), naming(strategy):
+        exported = export_plan(found.plan, captured(found.plan), form, rounds=rounds)
+    write_whole(path, exported.written.text)
+    terminal.result(_document(exported, form, path), str(path), lambda: _report(exported, found, form, path))
+
+
+def _document(exported: Exported, form: ExchangeFormat, path: Path) -> dict[str, Any]:
+    return {
+        "format": form.name,
+        "version": form.version,
+        "files": [str(path)],
+        "cannot_say": [
+            {
+                "what": one.what,
+                "rounded_to": one.rounded_to,
+                "step_time_s": one.step_time_s,
+                "peak_memory_bytes": one.peak_memory_bytes,
+            }
+            for one in exported.cannot_say
+        ],
+        "environment": dict(exported.written.environment),
+    }
+
+
+def _report(exported: Exported, found: StrategyFile, form: ExchangeFormat, path: Path) -> Iterator[RenderableType]:
+    from rich.table import Table
+
+    from simulator.quantities import bytes_text, seconds_text
+
+    yield f"{path}: for {form.table.framework} {form.version}"
+    if exported.cannot_say:
+        before = (found.prediction or {}).get("step_time_s")
+        said = f", {seconds_text(before)} as planned" if isinstance(before, float) else ""
+        table = Table("cannot run", "written instead", "step time", "peak memory", title=f"Rounded{said}")
+        for one in exported.cannot_say:
+            table.add_row(
+                one.what,
+                one.rounded_to,
+                "not planned" if one.step_time_s is None else seconds_text(one.step_time_s),
+                "" if one.peak_memory_bytes is None else bytes_text(one.peak_memory_bytes),
+            )
+        yield table

@@ -1,0 +1,143 @@
+"""A plan written for another framework, with what that framework cannot run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from planner.cost.software import SOFTWARE
+from planner.exchange.formats import ExchangeFormat, Written, rounded, roundings
+from planner.exchange.pinned import pinned
+from planner.exchange.training_config import TrainingConfig, config_of
+from planner.graph.operator_graph import OperatorGraph
+from planner.planning.planning import plan_network
+from planner.plans.plan import Plan
+from planner.plans.request import PlanRequest
+from simulator.errors import InputError, MeshwrightError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CannotSay:
+    """What a format cannot say, what it says instead, and what that plan is predicted to do; None where nothing is."""
+
+    what: str
+    rounded_to: str
+    step_time_s: float | None = None
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written, for which configuration, and what could not be said."""
+
+    config: TrainingConfig
+    written: Written
+    cannot_say: tuple[CannotSay, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loss:
+    """Something of a plan that a file does not say: as a configuration without it, or as other pins."""
+
+    what: str
+    to: str
+    config: TrainingConfig | None = None
+    pins: Mapping[str, str] = field(default_factory=dict)
+
+
+def export_plan(plan: Plan, graph: OperatorGraph, form: ExchangeFormat, *, rounds: bool = False) -> Exported:
+    """Write a plan in a format.
+
+    Parameters
+    ----------
+    graph
+        The plan's network at any batch, folded or not.
+    rounds
+        Whether what the framework cannot run becomes the nearest that it can; each change is simulated.
+
+    Raises
+    ------
+    InputError
+        The framework cannot run the plan, and it is not to be rounded; or not even the nearest plan is legal.
+    """
+    overlaps = SOFTWARE[plan.software].overlaps if plan.software else True
+    config = config_of(plan, graph, overlaps=overlaps)
+    losses = [*_of_config(config, form), *_beyond(plan)]
+    if losses and not rounds:
+        listed = "; ".join(f"{loss.what} (nearest: {loss.to})" for loss in losses)
+        again = f", or plan with --software {form.table.software[0]}" if form.table.software else ""
+        raise InputError(
+            f"{form.table.framework} {form.version} cannot run all of this plan: {listed}; add --round to write the "
+            f"nearest{again}"
+        )
+    nearest = rounded(config, form.table)
+    if broken := form.violations(nearest):
+        raise InputError(f"{form.table.framework} {form.version} does not take this plan: {broken[0]}")
+    return Exported(
+        config=nearest,
+        written=form.write(nearest),
+        cannot_say=tuple(_simulated(loss, plan, config, graph) for loss in losses),
+    )
+
+
+def _of_config(config: TrainingConfig, form: ExchangeFormat) -> Iterable[_Loss]:
+    for one in roundings(config, form.table):
+        yield _Loss(what=one.what, to=one.to, config=one.config)
+
+
+def _beyond(plan: Plan) -> Iterable[_Loss]:
+    """What no exchange format says of a plan."""
+    if plan.copies > 1:
+        yield _Loss(what=f"copies={plan.copies}", to="copies=1", pins={"copies": "1"})
+    if plan.host_embeddings:
+        yield _Loss(what="host_embeddings=true", to="host_embeddings=false", pins={"host_embeddings": "false"})
+    if plan.sharding_threshold_bytes:
+        whole = f"sharding_threshold_kb={plan.sharding_threshold_bytes // 1024}"
+        yield _Loss(what=whole, to="sharding_threshold_kb=0", pins={"sharding_threshold_kb": "0"})
+    order = _order(plan)
+    usual = [name for name in ("pp", "dp", "cp", "ep", "tp") if name in order]
+    if order != usual:
+        yield _Loss(what=f"order={'-'.join(order)}", to=f"order={'-'.join(usual)}", pins={"order": "-".join(usual)})
+
+
+def _order(plan: Plan) -> list[str]:
+    """Axes of more than one rank by the pins of their degrees, from the one whose ranks lie farthest apart."""
+    names = {"data": "dp", "context": "cp", "expert": "ep", "tensor": "tp"}
+    strides = {names[axis.name]: plan.mesh.stride(place) for place, axis in enumerate(plan.mesh.axes)}
+    if plan.pipeline > 1:
+        strides["pp"] = plan.pipeline_stride
+    return sorted(strides, key=strides.__getitem__, reverse=True)
+
+
+def request_of(plan: Plan) -> PlanRequest:
+    """What a plan was asked for, with nothing of its choices."""
+    return PlanRequest(
+        network=plan.network,
+        hardware=plan.hardware,
+        devices=plan.devices,
+        global_batch=plan.global_batch,
+        sequence_length=plan.sequence_length,
+        precision=plan.precision,
+        optimizer=plan.optimizer,
+        top=1,
+        sensitivity=False,
+        exchange=plan.exchange,
+        software=plan.software,
+        attention=plan.attention,
+        norms=plan.norms,
+    )
+
+
+def _simulated(loss: _Loss, plan: Plan, config: TrainingConfig, graph: OperatorGraph) -> CannotSay:
+    """The plan with one thing changed, as it is predicted."""
+    try:
+        asked = pinned(loss.config or config, request_of(plan), graph).request
+        found = plan_network(replace(asked, pins={**asked.pins, **loss.pins}), graph=graph)
+    except MeshwrightError:
+        return CannotSay(what=loss.what, rounded_to=loss.to)
+    if not found.candidates:
+        return CannotSay(what=loss.what, rounded_to=loss.to)
+    best = found.candidates[0].prediction
+    return CannotSay(
+        what=loss.what, rounded_to=loss.to, step_time_s=best.step_time_s, peak_memory_bytes=best.peak_memory_bytes
+    )

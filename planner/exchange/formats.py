@@ -1,0 +1,386 @@
+"""What every exchange format promises: it writes a training configuration, and reads what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TypeAlias
+
+from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
+from planner.plans.capability import Capability, capabilities
+from simulator.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A rule that a configuration breaks: the key, its value, the rule, and what to do."""
+
+    key: str
+    value: str
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.rule}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The text of a file, and the environment variables that its job needs."""
+
+    text: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadConfig:
+    """What a file says.
+
+    Attributes
+    ----------
+    config : what it says of the plan
+    sizes : sizes of the network by the keys of a Hugging Face configuration, as far as the file states them
+    not_read : keys that say nothing of the plan, or are not known
+    violations : rules of the framework that the file breaks
+    """
+
+    config: TrainingConfig
+    sizes: Mapping[str, int | str] = field(default_factory=dict)
+    not_read: tuple[str, ...] = ()
+    violations: tuple[Violation, ...] = ()
+
+
+Rules: TypeAlias = Callable[[TrainingConfig], Iterator[Violation]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeFormat:
+    """One format of one framework.
+
+    Attributes
+    ----------
+    capability : name of the framework's table in `planner.plans.capability`
+    version : the versions of the framework that read it
+    suffix : usual ending of the file's name
+    silent : fields of `TrainingConfig` that a file does not say: they stand in the user's code or launch command
+    keys : the framework's name for each field, for messages
+    write, read : from a configuration that the framework can run to text, and back
+    recognises : whether a file, by its name and text, is of this format
+    rules : rules of the framework across fields, beside those of its table
+    """
+
+    name: str
+    capability: str
+    version: str
+    suffix: str
+    silent: frozenset[str]
+    keys: Mapping[str, str]
+    write: Callable[[TrainingConfig], Written]
+    read: Callable[[str, str], ReadConfig]
+    recognises: Callable[[str, str], bool]
+    rules: Rules = field(default=lambda config: iter(()))
+
+    @property
+    def table(self) -> Capability:
+        """What the framework can run."""
+        return capabilities()[self.capability]
+
+    def violations(self, config: TrainingConfig) -> list[Violation]:
+        """Rules that a configuration breaks: what holds everywhere, the framework's table, and its own rules."""
+        found = [*_everywhere(config, self.keys), *_table(config, self.table, self.keys), *self.rules(config)]
+        return list(dict.fromkeys(found))
+
+    def spoken(self, config: TrainingConfig) -> TrainingConfig:
+        """What of a configuration a file of this format says."""
+        return replace(config, **dict.fromkeys(self.silent))
+
+
+def _everywhere(config: TrainingConfig, keys: Mapping[str, str]) -> Iterator[Violation]:
+    """Rules of arithmetic."""
+    inner = prod(value or 1 for value in (config.tp, config.pp, config.cp))
+    if config.devices is not None and config.devices % inner:
+        yield Violation(
+            key=keys.get("devices", "devices"),
+            value=str(config.devices),
+            rule=f"tensor × pipeline × context parallelism = {inner} must divide the devices",
+            remedy=f"use {max(1, round(config.devices / inner)) * inner} devices or other degrees",
+        )
+        return
+    dp, each, batch = config.dp, config.micro_batch, config.global_batch
+    if dp is not None and each is not None and batch is not None and batch % (dp * each):
+        yield Violation(
+            key=keys.get("global_batch", "global_batch"),
+            value=str(batch),
+            rule=f"micro-batch {each} × {dp} data-parallel ranks must divide it",
+            remedy=f"use {max(1, round(batch / (dp * each))) * dp * each}, or another micro-batch",
+        )
+    ep, pp = config.ep or 1, config.pp or 1
+    if config.devices is not None and ep > 1:
+        ranks = config.devices // pp // (config.etp or config.tp or 1)
+        if ranks % ep:
+            yield Violation(
+                key=keys.get("ep", "ep"),
+                value=str(ep),
+                rule=f"it must divide the {ranks} ranks of a stage that experts are dealt out over",
+                remedy="use a divisor of them",
+            )
+    if pp == 1 and (config.vpp or 1) > 1:
+        yield Violation(
+            key=keys.get("vpp", "vpp"),
+            value=str(config.vpp),
+            rule="several chunks a rank need a pipeline",
+            remedy="use one chunk, or a pipeline of two ranks or more",
+        )
+    if config.layers and len(config.layers) != pp * (config.vpp or 1):
+        yield Violation(
+            key=keys.get("layers", "layers"),
+            value=" ".join(map(str, config.layers)),
+            rule=f"it gives {len(config.layers)} chunks, and there are {pp} × {config.vpp or 1}",
+            remedy="give each chunk its layers",
+        )
+
+
+def _table(config: TrainingConfig, table: Capability, keys: Mapping[str, str]) -> Iterator[Violation]:
+    """What the framework's table leaves out, one field at a time."""
+    for rounding in roundings(config, table):
+        for name, value in rounding.changed:
+            yield Violation(
+                key=keys.get(name, name),
+                value=str(value).lower(),
+                rule=f"{table.framework} {table.version} cannot run it",
+                remedy=f"use {rounding.to}",
+            )
+            break
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """What a framework cannot run, what it runs instead, and the configuration with this one change."""
+
+    what: str
+    to: str
+    changed: tuple[tuple[str, object], ...]
+    config: TrainingConfig
+
+
+Step: TypeAlias = Callable[[TrainingConfig, Capability], Mapping[str, object]]
+
+
+def roundings(config: TrainingConfig, table: Capability) -> list[Rounding]:
+    """What a framework cannot run of a configuration, each with the nearest that it can.
+
+    They are in the order in which they are applied; `config` of each is that with this change alone.
+    """
+    found: list[Rounding] = []
+    now = config
+    for step in _STEPS:
+        changes = {name: value for name, value in step(now, table).items() if getattr(now, name) != value}
+        if not changes:
+            continue
+        changed = tuple((name, getattr(now, name)) for name in changes)
+        now = replace(now, **changes)  # type: ignore[arg-type]
+        found.append(
+            Rounding(
+                what=_shown(dict(changed)),
+                to=_shown(changes),
+                changed=changed,
+                config=replace(config, **changes),  # type: ignore[arg-type]
+            )
+        )
+    return found
+
+
+def rounded(config: TrainingConfig, table: Capability) -> TrainingConfig:
+    """The nearest configuration that a framework can run.
+
+    Raises
+    ------
+    InputError
+        The batch does not divide over the data-parallel ranks that result.
+    """
+    for one in roundings(config, table):
+        config = replace(config, **{name: getattr(one.config, name) for name, _ in one.changed})
+    if (
+        config.dp
+        and config.micro_batch
+        and config.global_batch
+        and config.global_batch % (config.dp * config.micro_batch)
+    ):
+        raise InputError(
+            f"{table.framework} {table.version} cannot run this plan, and the nearest that it can has {config.dp} "
+            f"data-parallel ranks, which do not divide the global batch {config.global_batch}; plan again with "
+            f"--software {next(iter(table.software), table.framework)}"
+        )
+    return config
+
+
+def _shown(values: Mapping[str, object]) -> str:
+    """Fields as pins are written.
+
+    >>> _shown({"schedule": "zbv", "vpp": 2, "sequence_parallel": True, "layers": (3, 4)})
+    'schedule=zbv vpp=2 sequence_parallel=true layers=3,4'
+    """
+    return " ".join(f"{name}={_text(value)}" for name, value in values.items())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "even"
+    return str(value).lower()
+
+
+_NEAREST_SCHEDULE = {
+    "gpipe": "1f1b",
+    "zb_h1": "1f1b",
+    "zb_h2": "1f1b",
+    "zbv": "interleaved_1f1b",
+    "dualpipe": "1f1b",
+    "dualpipe_v": "interleaved_1f1b",
+    "interleaved_1f1b": "1f1b",
+}
+
+
+def _one_stage(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    if table.pipeline or (config.pp or 1) == 1:
+        return {}
+    return {"pp": 1, "vpp": 1, "schedule": "none", "layers": ()}
+
+
+def _no_tensor_axis(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    return {} if table.tensor or (config.tp or 1) == 1 else {"tp": 1, "etp": 1, "sequence_parallel": False}
+
+
+def _context(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    if (config.cp or 1) == 1 or config.context_algorithm in (None, *table.context):
+        return {}
+    return {"context_algorithm": table.context[0]} if table.context else {"cp": 1, "context_algorithm": "none"}
+
+
+def _experts(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    if (config.ep or 1) == 1:
+        return {}
+    if not table.expert_cut:
+        return {"ep": 1, "etp": config.tp}
+    tensor, cut = config.tp or 1, config.etp or 1
+    if tensor == 1 or (cut in (1, tensor) and ("whole" if cut == 1 else "width") in table.expert_cut):
+        return {}
+    # Ranks that cut experts along their width get whole ones of their own, or the other way round.
+    return {"etp": 1, "ep": (config.ep or 1) * cut} if "whole" in table.expert_cut else {"etp": tensor}
+
+
+def _schedule(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    name, virtual, pipeline = config.schedule, config.vpp or 1, config.pp or 1
+    if name is None or name in table.schedules:
+        return {}
+    while name not in table.schedules:
+        name = _NEAREST_SCHEDULE[name]
+        if name == "interleaved_1f1b" and (config.micro_batches or 0) % pipeline:
+            name = "1f1b"
+    if name == "1f1b" and virtual > 1:
+        return {"schedule": name, "vpp": 1, "layers": _joined(config.layers or (), pipeline)}
+    return {"schedule": name}
+
+
+def _joined(layers: tuple[int, ...], pipeline: int) -> tuple[int, ...]:
+    """Layers of one chunk a rank, of as many neighbouring chunks as each had."""
+    size = len(layers) // pipeline
+    found = tuple(sum(layers[start : start + size]) for start in range(0, len(layers), size)) if size else ()
+    return () if len(set(found)) <= 1 else found
+
+
+def _even_stages(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    return {} if table.uneven_stages or not config.layers else {"layers": ()}
+
+
+def _sharding(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    level, known = config.optimizer_sharding, table.shardings(config.pp or 1)
+    if level is None or level in known:
+        return {}
+    order = ("none", "zero1", "zero2", "zero3")
+    # The next level that takes less memory, else the next that takes more.
+    place = order.index(level)
+    nearest = next((name for name in (*order[place:], *reversed(order[:place])) if name in known), "none")
+    return {"optimizer_sharding": nearest, **({"shard_size": 0} if nearest == "none" else {})}
+
+
+def _shard_group(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    whole = not config.shard_size or config.optimizer_sharding in table.shard_groups
+    return {} if whole else {"shard_size": 0}
+
+
+def _recompute(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    mode = config.recompute
+    if mode is None or mode in table.recompute or (mode == "mixed" and table.recompute_by_layer):
+        return {}
+    order = ("none", "selective", "full")
+    modes = config.recompute_layers or ()
+    found = max((mode for mode in modes), key=order.index, default=mode)
+    # What computes again more takes less memory: the plan still fits.
+    nearest = next((name for name in order[order.index(found) :] if name in table.recompute), "none")
+    count = 0
+    if nearest == "full" and mode == "mixed" and modes and set(modes) <= {"none", "full"} and table.recompute_count:
+        count = _most_full(modes, config)
+    return {
+        "recompute": nearest,
+        "recompute_layers": (),
+        "recompute_modules": CHEAP_MODULES[:2] if nearest == "selective" else (),
+        "recompute_count": count,
+    }
+
+
+def _most_full(modes: tuple[str, ...], config: TrainingConfig) -> int:
+    """Layers that compute again in the chunk that has most of them."""
+    chunks = (config.pp or 1) * (config.vpp or 1)
+    sizes = config.layers or _even(len(modes), chunks)
+    start, most = 0, 0
+    for size in sizes:
+        most = max(most, sum(mode == "full" for mode in modes[start : start + size]))
+        start += size
+    return most
+
+
+def _even(layers: int, chunks: int) -> tuple[int, ...]:
+    return tuple(layers // chunks + (place < layers % chunks) for place in range(chunks))
+
+
+def _precision(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    return (
+        {}
+        if config.precision in (None, *table.precision)
+        else {"precision": "bf16" if config.precision != "fp64" else "fp32"}
+    )
+
+
+def _sequence(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    if config.sequence_parallel is None or (config.tp or 1) == 1 or table.sequence_parallel == "free":
+        return {}
+    return {"sequence_parallel": table.sequence_parallel == "always"}
+
+
+def _host(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    names = ("offload_optimizer", "offload_parameters", "offload_activations")
+    return {name: False for name in names if getattr(config, name) and name not in table.offload}
+
+
+def _beside(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
+    names = ("tensor_overlap", "expert_overlap")
+    return {name: False for name in names if getattr(config, name) and name not in table.overlaps}
+
+
+_STEPS: tuple[Step, ...] = (
+    _one_stage,
+    _no_tensor_axis,
+    _context,
+    _experts,
+    _schedule,
+    _even_stages,
+    _sharding,
+    _shard_group,
+    _recompute,
+    _precision,
+    _sequence,
+    _host,
+    _beside,
+)
+"""Degrees first: what they leave decides the rest."""

@@ -1,0 +1,177 @@
+"""From what a configuration says to a request whose pins and marks fix it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from planner.exchange.mindspore.marks import Marks
+from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
+from planner.graph.chain import chain
+from planner.graph.operator_graph import OperatorGraph
+from planner.plans.request import PlanRequest
+from simulator.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """A request that a configuration fixes, and what of the configuration it fixes only nearly."""
+
+    request: PlanRequest
+    notes: tuple[str, ...] = ()
+
+
+def pinned(config: TrainingConfig, base: PlanRequest, graph: OperatorGraph) -> Pinned:
+    """The request for the plan that a configuration says.
+
+    Parameters
+    ----------
+    base
+        Network, hardware and what else the configuration does not say; its devices count where it says none.
+    graph
+        The network's graph.
+
+    Raises
+    ------
+    InputError
+        The configuration gives stages other layers than the network has.
+    """
+    devices = config.devices or base.devices
+    config = replace(config, devices=devices)
+    notes: list[str] = []
+    pins = {name: str(value) for name in ("tp", "pp", "vpp", "cp", "micro_batch") if (value := getattr(config, name))}
+    pins |= {name: value for name in ("schedule", "context_algorithm") if (value := getattr(config, name)) is not None}
+    flags = (*("sequence_parallel", "tensor_overlap", "expert_overlap"), *("offload_optimizer", "offload_parameters"))
+    # An axis of one rank has no messages, and what stays on the device needs no pin.
+    pins |= {name: "true" for name in (*flags, "offload_activations") if getattr(config, name)}
+    if config.sequence_parallel is False and (config.tp or 1) > 1:
+        pins["sequence_parallel"] = "false"
+    if config.offload_optimizer is False:
+        pins["offload_optimizer"] = "false"
+    dp = config.dp or 1
+    pins |= _experts(config, dp, notes) | _sharding(config, dp, notes)
+    marks, recompute = _layers(config, graph, notes)
+    return Pinned(
+        request=replace(
+            base,
+            devices=devices,
+            global_batch=config.global_batch or base.global_batch,
+            sequence_length=config.sequence_length or base.sequence_length,
+            precision=config.precision or base.precision,
+            optimizer=config.optimizer or base.optimizer,
+            pins={**base.pins, **pins, **recompute},
+            marks=marks if marks else base.marks,
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _experts(config: TrainingConfig, dp: int, notes: list[str]) -> dict[str, str]:
+    expert, tensor, cut = config.ep or 1, config.tp or 1, config.etp or config.tp or 1
+    pins: dict[str, str] = {}
+    if expert > 1 and tensor > 1:
+        whole = cut == 1 and expert % tensor == 0
+        pins["expert_cut"] = "whole" if whole else "width"
+        if whole:
+            expert //= tensor
+        elif cut != tensor:
+            notes.append(f"experts are cut over {tensor} tensor ranks, not over {cut}")
+    if dp % expert:
+        notes.append(f"experts are dealt out over {gcd(dp, expert)} data-parallel ranks, not over {expert} ranks")
+        expert = gcd(dp, expert)
+    if config.ep is not None:
+        pins["ep"] = str(expert)
+    if expert > 1:
+        pins["expert_messages"] = "tokens"
+    return pins
+
+
+def _sharding(config: TrainingConfig, dp: int, notes: list[str]) -> dict[str, str]:
+    level, expert = config.optimizer_sharding, config.ep or 1
+    if level is None:
+        return {}
+    if level == "none":
+        return {"optimizer_sharding": "none"}
+    tensor = config.tp or 1
+    ranks = dp // gcd(dp, expert // tensor if config.etp == 1 and expert % tensor == 0 else expert)
+    if ranks == 1:
+        if dp > 1:
+            notes.append(f"states are whole, not {level}: all {dp} data-parallel ranks hold different experts")
+        return {}
+    pins = {"optimizer_sharding": level, "sharding_threshold_kb": "0"}
+    if config.shard_size and ranks % config.shard_size == 0:
+        pins["shard_size"] = str(config.shard_size)
+    return pins
+
+
+def _layers(config: TrainingConfig, graph: OperatorGraph, notes: list[str]) -> tuple[Marks | None, dict[str, str]]:
+    """Marks that place layers on chunks and say which compute again, else the pin that says it of all."""
+    names = layer_names(graph)
+    chunks = (config.pp or 1) * (config.vpp or 1)
+    sizes = _sizes(config, len(names), chunks)
+    stages: dict[str, int] = {}
+    if sizes and chunks > 1 and config.schedule in ("1f1b", "interleaved_1f1b", "gpipe", "zb_h1"):
+        if all(sizes[1:-1]):
+            stages = dict(zip(names, (n for n, size in enumerate(sizes) for _ in range(size)), strict=True))
+            # A first or last chunk without layers has what lies before or behind them.
+            units = chain(graph).names()
+            stages |= {} if sizes[0] else {units[0]: 0}
+            stages |= {} if sizes[-1] else {units[-1]: chunks - 1}
+        else:
+            notes.append("chunks without layers are given some")
+    mode = config.recompute
+    if mode == "mixed" or config.recompute_count:
+        even = sizes or tuple(len(names) // chunks + (n < len(names) % chunks) for n in range(chunks))
+        modes = config.recompute_layers or _first_of_each(even, config.recompute_count or 0)
+        if len(modes) != len(names):
+            raise InputError(
+                f"recompute: modes of {len(modes)} layers, and {graph.network} has {len(names)}; correct them"
+            )
+        again: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True}
+        marks = Marks(
+            stages=stages, virtual=config.vpp or 1, recompute={n: again[m] for n, m in zip(names, modes, strict=True)}
+        )
+        return marks, {}
+    marks = Marks(stages=stages, virtual=config.vpp or 1)
+    if mode == "selective" and not {*(config.recompute_modules or ())} <= {*CHEAP_MODULES}:
+        notes.append(
+            f"recompute_modules={','.join(config.recompute_modules or ())}: norms and activations compute again"
+        )
+    if mode == "selective" and config.recompute_modules == CHEAP_MODULES[:1]:
+        mode = "none"  # fused attention keeps no scores that could be computed again
+        notes.append("core_attn alone: fused attention keeps nothing that could be computed again")
+    return marks, {} if mode is None else {"recompute": mode}
+
+
+def _first_of_each(sizes: Sequence[int], count: int) -> tuple[str, ...]:
+    return tuple("full" if place < count else "none" for size in sizes for place in range(size))
+
+
+def _sizes(config: TrainingConfig, layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk; empty where nothing fixes them."""
+    found = config.layers or ()
+    if config.first_layers or config.last_layers:
+        ends = (config.first_layers or 0) + (config.last_layers or 0)
+        inner = (config.pp or 1) - bool(config.first_layers) - bool(config.last_layers)
+        share = (layers - ends) // inner if inner else 0
+        each = [share] * (config.pp or 1)
+        each[0], each[-1] = config.first_layers or share, config.last_layers or share
+        virtual = config.vpp or 1
+        found = tuple(size // virtual for _ in range(virtual) for size in each)
+    elif not found and config.layers is not None and chunks > 1 and layers % chunks == 0:
+        found = (layers // chunks,) * chunks
+    if found and sum(found) != layers:
+        raise InputError(
+            f"layers of stages {list(found)} add up to {sum(found)}, and the network has {layers}; correct them"
+        )
+    return found
+
+
+def layer_names(graph: OperatorGraph) -> list[str]:
+    """Names of the layers of the longest row, with those in front that are unlike the others; empty without a row."""
+    run = max(graph.runs, key=lambda run: run.count, default=None)
+    if run is None:
+        return []
+    return [name for name in chain(graph).names() if re.fullmatch(re.escape(run.prefix) + r"\.\d+", name)]

@@ -1,0 +1,458 @@
+"""torchtitan: the TOML file of 0.2, and the Python configuration of 0.3 as assignments to a ``Trainer.Config``.
+
+Keys and rules are those of ``torchtitan/config/job_config.py`` (0.2.2) and ``torchtitan/config/configs.py`` (0.3.0),
+and of ``torchtitan/distributed/parallel_dims.py`` of both. A plan's ZeRO level 3 gathers parameters again for the
+backward pass (``fsdp_reshard_after_forward = "always"``), level 2 keeps them. With a pipeline the local batch of a step
+is one run of the schedule.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.shell import read_script
+from planner.exchange.training_config import TrainingConfig
+from simulator.errors import InputError
+
+SCHEDULES: Mapping[str, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
+}
+DEGREES: Mapping[str, str] = {
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "cp": "context_parallel_degree",
+    "ep": "expert_parallel_degree",
+}
+KEYS: Mapping[str, str] = {
+    **{name: f"parallelism.{key}" for name, key in DEGREES.items()},
+    "devices": "WORLD_SIZE",
+    "etp": "parallelism.expert_tensor_parallel_degree",
+    "vpp": "parallelism.module_fqns_per_model_part",
+    "layers": "parallelism.module_fqns_per_model_part",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "micro_batch": "parallelism.pipeline_parallel_microbatch_size",
+    "global_batch": "training.global_batch_size",
+    "sequence_length": "training.seq_len",
+    "precision": "training.mixed_precision_param",
+    "optimizer_sharding": "parallelism.data_parallel_shard_degree",
+    "shard_size": "parallelism.data_parallel_shard_degree",
+    "sequence_parallel": "parallelism.enable_sequence_parallel",
+    "tensor_overlap": "parallelism.enable_async_tensor_parallel",
+    "recompute": "activation_checkpoint",
+    "offload_optimizer": "training.enable_cpu_offload",
+    "offload_parameters": "training.enable_cpu_offload",
+}
+READ = frozenset(
+    (
+        *(f"parallelism.{key}" for key in DEGREES.values()),
+        *KEYS.values(),
+        "training.local_batch_size",
+        "parallelism.data_parallel_replicate_degree",
+        "parallelism.fsdp_reshard_after_forward",
+        "training.dtype",
+        "activation_checkpoint.mode",
+        "activation_checkpoint.selective_ac_option",
+        "compile.enable",
+        "training.disable_cuda_graphs",
+        "compile.enable_async_tensor_parallel",
+    )
+)
+MODES: Mapping[str, str] = {"FullAC": "full", "SelectiveAC": "selective", "None": "none"}
+SILENT = frozenset(
+    {
+        "optimizer",
+        "recompute_modules",
+        "num_layers",
+        "mtp_layers",
+        "overlap_gradients",
+        "overlap_parameters",
+        "expert_overlap",
+        "first_layers",
+        "last_layers",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Era:
+    """What differs between releases: the name of the last product, and whether there are keys for some things."""
+
+    version: str
+    head: str
+    sequence_key: bool
+    expert_tensor_key: bool
+
+
+OLD = Era(version="0.2.2", head="output", sequence_key=False, expert_tensor_key=True)
+NEW = Era(version="0.3.0", head="lm_head", sequence_key=True, expert_tensor_key=False)
+
+
+def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
+    """Keys with their values, sections before a dot."""
+    pipeline, ranks = config.pp or 1, config.dp or 1
+    sharded = config.optimizer_sharding not in (None, "none")
+    shard = (config.shard_size or ranks) if sharded else 1
+    parallel: dict[str, Any] = {
+        "data_parallel_replicate_degree": ranks // shard,
+        "data_parallel_shard_degree": shard,
+        **{key: getattr(config, name) or 1 for name, key in DEGREES.items()},
+    }
+    if sharded:
+        parallel["fsdp_reshard_after_forward"] = "always" if config.optimizer_sharding == "zero3" else "never"
+    if era.sequence_key and (config.tp or 1) > 1:
+        parallel["enable_sequence_parallel"] = bool(config.sequence_parallel)
+    if era.expert_tensor_key and (config.ep or 1) > 1:
+        parallel["expert_tensor_parallel_degree"] = config.etp or 1
+    if config.tensor_overlap:
+        parallel["enable_async_tensor_parallel"] = True
+    micro, count = config.micro_batch or 1, config.micro_batches or 1
+    training: dict[str, Any] = {"local_batch_size": micro}
+    if pipeline > 1:
+        parallel |= {
+            "pipeline_parallel_schedule": SCHEDULES[str(config.schedule)],
+            "pipeline_parallel_microbatch_size": micro,
+            "module_fqns_per_model_part": _parts(config, era.head),
+        }
+        training["local_batch_size"] = micro * count
+        if era is NEW:
+            training["disable_cuda_graphs"] = True
+    training["global_batch_size"] = config.global_batch
+    if config.sequence_length:
+        training["seq_len"] = config.sequence_length
+    training["mixed_precision_param"] = "float32" if config.precision == "fp32" else "bfloat16"
+    if config.offload_optimizer:
+        training["enable_cpu_offload"] = True
+    found = {f"training.{key}": value for key, value in training.items()}
+    found |= {f"parallelism.{key}": value for key, value in parallel.items()}
+    if config.tensor_overlap:
+        found["compile.enable"] = True
+    return found
+
+
+def _parts(config: TrainingConfig, head: str) -> list[list[str]]:
+    """Modules of each chunk in model order."""
+    chunks = (config.pp or 1) * (config.vpp or 1)
+    layers = config.num_layers or 0
+    sizes = config.layers or tuple(layers // chunks + (place < layers % chunks) for place in range(chunks))
+    parts: list[list[str]] = []
+    first = 0
+    for size in sizes:
+        parts.append([f"layers.{first + number}" for number in range(size)])
+        first += size
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", head]
+    return parts
+
+
+def write_toml(config: TrainingConfig) -> Written:
+    """The TOML file of torchtitan 0.2."""
+    found = values(config, OLD)
+    found["activation_checkpoint.mode"] = config.recompute or "none"
+    if config.recompute == "selective":
+        found["activation_checkpoint.selective_ac_option"] = "op"
+    lines = [
+        f"# A plan of Meshwright for torchtitan {OLD.version}: put these keys into your job's file.",
+    ]
+    for section in ("training", "parallelism", "activation_checkpoint", "compile"):
+        keys = {key.partition(".")[2]: value for key, value in found.items() if key.startswith(f"{section}.")}
+        if keys:
+            lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    return Written(text="\n".join(lines) + "\n")
+
+
+def write_python(config: TrainingConfig) -> Written:
+    """A function that sets the plan on a ``Trainer.Config`` of torchtitan 0.3."""
+    recompute = {"full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}.get(config.recompute or "", "None")
+    lines = [
+        f'"""A plan of Meshwright for torchtitan {NEW.version}: call `apply` on the configuration of your model."""',
+        "",
+        "from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC",
+        "",
+        "",
+        "def apply(config):",
+        '    """Set the plan on a Trainer.Config, and return it."""',
+        *(f"    config.{key} = {_python(value)}" for key, value in values(config, NEW).items()),
+        f"    config.activation_checkpoint = {recompute}",
+        "    return config",
+    ]
+    return Written(text="\n".join(lines) + "\n")
+
+
+def _python(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _python_values(text: str, source: str) -> dict[str, Any]:
+    """Assignments ``config.section.key = literal`` of a Python file, which is not run."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"{source} is no Python file: {error}; correct it") from error
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        path = _path(node.targets[0])
+        if len(path) < 2:
+            continue
+        key = ".".join(path[1:])
+        named = _path(node.value.func) if isinstance(node.value, ast.Call) else _path(node.value)
+        if key == "activation_checkpoint":
+            found["activation_checkpoint.mode"] = MODES.get(named[0] if named else "None", "none")
+            continue
+        try:
+            found[key] = ast.literal_eval(node.value)
+        except ValueError:
+            found[key] = ast.unparse(node.value)
+    return found
+
+
+def _path(node: ast.AST) -> list[str]:
+    """Names of an attribute from the outermost, ``config.training.seq_len``; empty where it is something else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [*reversed([*names, node.id])] if isinstance(node, ast.Name) else []
+
+
+def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of sections, ``section.key``."""
+    found: dict[str, Any] = {}
+    for section, keys in document.items():
+        if isinstance(keys, Mapping):
+            found |= {f"{section}.{key}": value for key, value in keys.items()}
+        else:
+            found[section] = keys
+    return found
+
+
+def _raw(text: str, source: str) -> dict[str, Any]:
+    """Keys of a TOML file, a resolved configuration in JSON, a Python file, or ``--section.key`` of a script."""
+    if source.endswith(".py") or "config.parallelism." in text:
+        return _python_values(text, source)
+    if text.lstrip().startswith("{"):
+        try:
+            return _flat(json.loads(text))
+        except (ValueError, RecursionError, AttributeError) as error:
+            raise InputError(f"{source} is no JSON configuration: {error}; correct it") from error
+    if "--parallelism." in text or "--training." in text:
+        options = read_script(text).options
+        dotted = {name[2:].replace("-", "_"): value for name, value in options.items() if "." in name}
+        return {key: _literal(value[0]) if value else True for key, value in dotted.items()}
+    try:
+        return _flat(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{source} is no TOML file: {error}; correct it") from error
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def read(text: str, source: str, *, era: Era) -> ReadConfig:
+    """Read a configuration.
+
+    Raises
+    ------
+    InputError
+        The file is none, or a value is of a wrong type.
+    """
+    raw = _raw(text, source)
+    found: dict[str, Any] = {name: _number(raw, f"parallelism.{key}", source, 1) for name, key in DEGREES.items()}
+    tensor, pipeline, context = found["tp"], found["pp"], found["cp"]
+    replicas = _number(raw, "parallelism.data_parallel_replicate_degree", source, 1)
+    shard = _number(raw, "parallelism.data_parallel_shard_degree", source, -1)
+    devices = replicas * shard * tensor * pipeline * context if shard > 0 else None
+    etp = _number(raw, "parallelism.expert_tensor_parallel_degree", source, 1)
+    found["etp"] = tensor if found["ep"] == 1 else etp
+    found["devices"] = devices
+    parts = raw.get("parallelism.module_fqns_per_model_part")
+    found |= _stages(raw, parts, pipeline, source)
+    found |= _batch(raw, pipeline, replicas * shard if shard > 0 else None, source)
+    found["sequence_length"] = _number(raw, "training.seq_len", source, 2048)
+    found["precision"] = "fp32" if raw.get("training.mixed_precision_param") == "float32" else "bf16"
+    policy = raw.get("parallelism.fsdp_reshard_after_forward", "default")
+    keeps = policy == "never" or (policy == "default" and pipeline > 1)
+    found["optimizer_sharding"] = "none" if shard == 1 else "zero2" if keeps else "zero3"
+    found["shard_size"] = shard if shard > 1 and replicas > 1 else 0
+    found["sequence_parallel"] = tensor > 1 and bool(raw.get("parallelism.enable_sequence_parallel", True))
+    found["context_algorithm"] = "ring" if context > 1 else "none"
+    mode = _mode(raw, source)
+    found |= {"recompute": mode, "recompute_layers": (), "recompute_count": 0}
+    away = bool(raw.get("training.enable_cpu_offload", False))
+    found |= {"offload_optimizer": away, "offload_parameters": away, "offload_activations": False}
+    overlap = "enable_async_tensor_parallel"
+    found["tensor_overlap"] = bool(raw.get(f"parallelism.{overlap}") or raw.get(f"compile.{overlap}"))
+    return ReadConfig(
+        config=TrainingConfig(**found),
+        not_read=tuple(key for key in raw if key not in READ),
+        violations=tuple(_broken(raw, pipeline, era)),
+    )
+
+
+def _number(raw: Mapping[str, Any], key: str, source: str, default: int) -> int:
+    value = raw.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1) or value > 2**40:
+        raise InputError(f"{source}: {key} = {value!r} is no whole number of at least 1; correct it")
+    return value
+
+
+def _stages(raw: Mapping[str, Any], parts: Any, pipeline: int, source: str) -> dict[str, Any]:
+    named = raw.get("parallelism.pipeline_parallel_schedule", "1F1B")
+    known = {word.lower(): name for name, word in SCHEDULES.items()}
+    schedule = known.get(str(named).lower()) if pipeline > 1 else "none"
+    if schedule is None:
+        words = ", ".join(SCHEDULES.values())
+        raise InputError(f"{source}: parallelism.pipeline_parallel_schedule = {named!r} is not one of {words}")
+    if parts is None or pipeline == 1:
+        looped = schedule in ("interleaved_1f1b", "zbv", "dualpipe_v")
+        return {"schedule": schedule, "vpp": 2 if looped else 1, "layers": () if pipeline == 1 else None}
+    if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
+        raise InputError(f"{source}: parallelism.module_fqns_per_model_part is no list of lists; correct it")
+    sizes = tuple(sum(str(name).startswith("layers.") for name in part) for part in parts)
+    return {
+        "schedule": schedule,
+        "vpp": max(1, len(sizes) // pipeline),
+        "num_layers": sum(sizes),
+        "layers": () if len(set(sizes)) <= 1 else sizes,
+    }
+
+
+def _batch(raw: Mapping[str, Any], pipeline: int, ranks: int | None, source: str) -> dict[str, Any]:
+    local = _number(raw, "training.local_batch_size", source, 8)
+    batch = _number(raw, "training.global_batch_size", source, -1)
+    micro = _number(raw, "parallelism.pipeline_parallel_microbatch_size", source, 1) if pipeline > 1 else local
+    return {"micro_batch": micro, "global_batch": batch if batch > 0 else None if ranks is None else local * ranks}
+
+
+def _mode(raw: Mapping[str, Any], source: str) -> str:
+    mode = raw.get("activation_checkpoint.mode", "none")
+    if mode not in ("none", "selective", "full"):
+        raise InputError(f"{source}: activation_checkpoint.mode = {mode!r} is not read; use none, selective or full")
+    return str(mode)
+
+
+def _broken(raw: Mapping[str, Any], pipeline: int, era: Era) -> Iterator[Violation]:
+    """Rules that show in the keys alone."""
+    local = raw.get("training.local_batch_size", 8)
+    micro = raw.get("parallelism.pipeline_parallel_microbatch_size", 1)
+    if pipeline > 1 and isinstance(local, int) and isinstance(micro, int) and micro > 0 and local % micro:
+        yield Violation(
+            key="training.local_batch_size",
+            value=str(local),
+            rule=f"pipeline_parallel_microbatch_size = {micro} must divide it",
+            remedy=f"use {micro * (local // micro + 1)}",
+        )
+    parts = raw.get("parallelism.module_fqns_per_model_part")
+    if pipeline > 1 and isinstance(parts, list) and len(parts) % pipeline:
+        yield Violation(
+            key=KEYS["layers"],
+            value=f"{len(parts)} parts",
+            rule=f"{pipeline} pipeline ranks must divide them",
+            remedy="give every rank as many",
+        )
+
+
+def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
+    """Rules of torchtitan across fields."""
+    tensor, context, ranks = config.tp or 1, config.cp or 1, config.dp or 1
+    shard = (config.shard_size or ranks) if config.optimizer_sharding not in (None, "none") else 1
+    stage = prod((shard, context, tensor)) // ((config.etp or 1) if (config.ep or 1) > 1 else 1)
+    if (config.ep or 1) > 1 and stage % (config.ep or 1):
+        yield Violation(
+            key=KEYS["ep"],
+            value=str(config.ep),
+            remedy="use a divisor, or shard over more ranks",
+            rule=f"it must divide the {stage} ranks of data_parallel_shard × context × tensor parallelism",
+        )
+    divisor = (tensor if config.sequence_parallel or era is OLD else 1) * (2 * context if context > 1 else 1)
+    if config.sequence_length and config.sequence_length % divisor:
+        yield Violation(
+            key=KEYS["sequence_length"],
+            value=str(config.sequence_length),
+            remedy="use a multiple of it",
+            rule=f"{divisor} must divide it: tensor ranks with a shared sequence, and 2 × context ranks",
+        )
+    looped = config.schedule in ("interleaved_1f1b", "zbv", "dualpipe_v")
+    virtual = config.vpp or 1
+    if (looped and virtual < 2) or (config.schedule in ("zbv", "dualpipe_v") and virtual != 2):
+        yield Violation(
+            key=KEYS["vpp"],
+            value=str(virtual),
+            rule=f"{SCHEDULES[str(config.schedule)]} needs two chunks a rank",
+            remedy="give every rank two parts",
+        )
+    if (config.pp or 1) > 1 and config.layers is not None and not config.num_layers:
+        yield Violation(
+            key=KEYS["layers"],
+            value="",
+            rule="stages are named by their layers, and the network is no row of layers",
+            remedy="plan with --pin pp=1",
+        )
+    if config.schedule == "interleaved_1f1b" and (config.micro_batches or 0) % (config.pp or 1):
+        yield Violation(
+            key=KEYS["micro_batch"],
+            value=str(config.micro_batch),
+            remedy="use another micro-batch",
+            rule=f"the {config.micro_batches} micro-batches must be a multiple of {config.pp} pipeline ranks",
+        )
+    if bool(config.offload_optimizer) != bool(config.offload_parameters):
+        yield Violation(
+            key=KEYS["offload_optimizer"],
+            value="",
+            rule="parameters and optimizer states go to the host together",
+            remedy="offload both or none",
+        )
+    if config.offload_optimizer and config.optimizer_sharding == "none":
+        yield Violation(
+            key=KEYS["offload_optimizer"],
+            value="true",
+            rule="only sharded parameters go to the host",
+            remedy="shard over data_parallel_shard_degree",
+        )
+    if config.tensor_overlap and not config.sequence_parallel:
+        yield Violation(
+            key=KEYS["tensor_overlap"], value="true", rule="it needs sequence parallelism", remedy="leave it out"
+        )
+
+
+def recognises(name: str, text: str) -> bool:
+    """Whether a file is a configuration of torchtitan."""
+    return any(mark in text for mark in ("data_parallel_shard_degree", "tensor_parallel_degree", "[parallelism]"))
+
+
+def _form(name: str, era: Era, suffix: str, write: Any, recognised: Any) -> ExchangeFormat:
+    return ExchangeFormat(
+        name=name,
+        capability=name,
+        version=era.version,
+        suffix=suffix,
+        silent=SILENT,
+        keys=KEYS,
+        write=write,
+        read=partial(read, era=era),
+        recognises=recognised,
+        rules=partial(rules, era=era),
+    )
+
+
+TORCHTITAN_OLD = _form(
+    "torchtitan-0.2", OLD, ".toml", write_toml, lambda name, text: name.endswith(".toml") and recognises(name, text)
+)
+TORCHTITAN = _form("torchtitan", NEW, ".py", write_python, recognises)

@@ -1,0 +1,219 @@
+"""What a training configuration says of a plan, in the words of pins: formats are written from it and read to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import prod
+
+from planner.graph.experts import experts_of
+from planner.graph.operator_graph import OperatorGraph
+from planner.lowering.options import recompute_modes
+from planner.plans.plan import Plan, expanded_rules
+
+CHEAP_MODULES = ("core_attn", "layernorm", "moe_act")
+"""Parts of a layer, by Megatron-LM's names, that selective recomputation of a plan computes again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """What is said of a plan; None where nothing is.
+
+    Attributes
+    ----------
+    devices : product of all degrees but the expert ones
+    tp, pp, vpp, cp, ep : degrees of parallelism and chunks a pipeline rank, as pins have them
+    etp : tensor ranks that share the experts of a rank of the expert axis; 1 where each has whole ones
+    num_layers : layers of the network
+    layers : layers of each chunk in model order; empty where they are dealt out evenly
+    first_layers, last_layers : layers of the first and the last stage, the others having equal shares of the rest
+    mtp_layers : layers behind the last one that predict further tokens
+    schedule, optimizer_sharding, shard_size, context_algorithm, micro_batch, precision, optimizer : as pins and options
+        have them; a ``shard_size`` of 0 shards over all data-parallel ranks
+    recompute : mode of the whole network, or ``"mixed"``
+    recompute_modules : parts of layers that compute again with ``"selective"``, by Megatron-LM's names
+    recompute_layers : mode of each layer where it is ``"mixed"``
+    recompute_count : first layers of each chunk that compute again with ``"full"``; 0 for all
+    overlap_gradients, overlap_parameters : sums of gradients, gathers of parameters travel beside kernels
+    """
+
+    devices: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    num_layers: int | None = None
+    layers: tuple[int, ...] | None = None
+    first_layers: int | None = None
+    last_layers: int | None = None
+    mtp_layers: int | None = None
+    schedule: str | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    sequence_length: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    optimizer_sharding: str | None = None
+    shard_size: int | None = None
+    sequence_parallel: bool | None = None
+    context_algorithm: str | None = None
+    recompute: str | None = None
+    recompute_modules: tuple[str, ...] | None = None
+    recompute_layers: tuple[str, ...] | None = None
+    recompute_count: int | None = None
+    offload_optimizer: bool | None = None
+    offload_parameters: bool | None = None
+    offload_activations: bool | None = None
+    tensor_overlap: bool | None = None
+    expert_overlap: bool | None = None
+    overlap_gradients: bool | None = None
+    overlap_parameters: bool | None = None
+
+    @property
+    def dp(self) -> int | None:
+        """Data-parallel ranks; None where devices are not known, or the degrees do not divide them."""
+        inner = prod(value or 1 for value in (self.tp, self.pp, self.cp))
+        return None if self.devices is None or self.devices % inner else self.devices // inner
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of a step on a data-parallel rank; None where that is not known or no whole number."""
+        dp, each = self.dp, self.micro_batch
+        if dp is None or each is None or self.global_batch is None or self.global_batch % (dp * each):
+            return None
+        return self.global_batch // (dp * each)
+
+    def said(self) -> Mapping[str, object]:
+        """What is said, by name."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+
+    def over(self, other: TrainingConfig) -> TrainingConfig:
+        """What is said here, and what `other` says where nothing is."""
+        return replace(other, **self.said())  # type: ignore[arg-type]
+
+
+def config_of(plan: Plan, graph: OperatorGraph, *, overlaps: bool = True) -> TrainingConfig:
+    """What a plan says.
+
+    Parameters
+    ----------
+    graph
+        The plan's network, folded or not.
+    overlaps
+        Whether the plan's software lets messages of gradients and parameters travel beside kernels.
+    """
+    experts, tensor = plan.degree("expert"), plan.degree("tensor")
+    whole = tensor > 1 and _holds_whole_experts(plan, graph)
+    data = plan.degree("data") * experts
+    mode, modules, by_layer = _recomputed(plan, graph)
+    sharded = plan.optimizer_sharding != "none"
+    return TrainingConfig(
+        devices=plan.devices,
+        tp=tensor,
+        pp=plan.pipeline,
+        vpp=plan.virtual,
+        cp=plan.degree("context"),
+        ep=experts * (tensor if whole else 1),
+        etp=1 if whole else tensor,
+        num_layers=_count(plan),
+        layers=_uneven(layers_of_chunks(plan)),
+        schedule=plan.schedule,
+        micro_batch=plan.micro_batch,
+        global_batch=plan.global_batch,
+        sequence_length=plan.sequence_length,
+        precision=plan.precision,
+        optimizer=plan.optimizer,
+        optimizer_sharding=plan.optimizer_sharding,
+        shard_size=0 if plan.shard_size in (data, plan.degree("data")) else plan.shard_size,
+        sequence_parallel=plan.sequence_parallel,
+        context_algorithm=plan.context_algorithm,
+        recompute=mode,
+        recompute_modules=modules,
+        recompute_layers=by_layer,
+        recompute_count=0,
+        offload_optimizer=plan.offload_optimizer,
+        offload_parameters=plan.offload_parameters,
+        offload_activations=bool(plan.offload_ranges),
+        tensor_overlap=plan.tensor_overlap,
+        expert_overlap=plan.expert_overlap,
+        overlap_gradients=overlaps and data > 1,
+        overlap_parameters=overlaps and data > 1 and sharded,
+    )
+
+
+def row_of_layers(plan: Plan) -> tuple[str, int, int]:
+    """Prefix, first and last index of the longest row of equal layers, rows of one prefix taken together."""
+    rows: dict[str, tuple[int, int]] = {}
+    for part in plan.layers:
+        first, last = rows.get(part.prefix, (part.first, part.last))
+        rows[part.prefix] = (min(first, part.first), max(last, part.last))
+    if not rows:
+        return "", 0, -1
+    prefix = max(rows, key=lambda name: rows[name][1] - rows[name][0])
+    # Layers in front that are unlike the others stand outside the row.
+    names = {name.split(".")[1] for name in plan.rules if name.startswith(prefix + ".")}
+    outside = [int(name) for name in names if name.isdigit()]
+    first, last = rows[prefix]
+    return prefix, min([first, *outside]), max([last, *outside])
+
+
+def layers_of_chunks(plan: Plan) -> tuple[int, ...]:
+    """Layers of each chunk in model order; empty with one stage, or where the network is no row of layers."""
+    prefix, first, last = row_of_layers(plan)
+    if not plan.chunks or last < first:
+        return ()
+    starts = [first]
+    for chunk in plan.chunks[1:]:
+        head, _, rest = chunk.first.partition(f"{prefix}.")
+        index = rest.partition(".")[0]
+        starts.append(int(index) if not head and index.isdigit() else last + 1)
+    return tuple(end - start for start, end in zip(starts, [*starts[1:], last + 1], strict=True))
+
+
+def _count(plan: Plan) -> int | None:
+    _, first, last = row_of_layers(plan)
+    return last - first + 1 if last >= first else None
+
+
+def _uneven(layers: tuple[int, ...]) -> tuple[int, ...]:
+    return () if len(set(layers)) <= 1 else layers
+
+
+def _holds_whole_experts(plan: Plan, graph: OperatorGraph) -> bool:
+    """Whether tensor ranks deal experts out instead of cutting each along its width."""
+    if not experts_of(graph):
+        return False
+    axis = [a.name for a in plan.mesh.axes].index("tensor")
+    rules = expanded_rules(plan)
+    cuts = [
+        rules[parameter.name][axis].outputs[0]
+        for parameter in graph.parameters
+        if "expert" in parameter.name
+        and parameter.name in rules
+        and len(graph.nodes[parameter.node].outputs[0].shape) == 3
+    ]
+    return bool(cuts) and all(cut == 0 for cut in cuts)
+
+
+def _recomputed(plan: Plan, graph: OperatorGraph) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Mode of the network, modules of the selective one, and the mode of each layer where they differ."""
+    from planner.graph.chain import chain
+
+    if not plan.recompute_ranges:
+        return "none", (), ()
+    names = chain(graph).names()
+    modes = recompute_modes(plan, names)
+    prefix, first, last = row_of_layers(plan)
+    layers = [f"{prefix}.{index}" for index in range(first, last + 1)] if last >= first else list(names)
+    found = tuple(modes.get(name, "none") for name in layers)
+    if len(set(found)) > 1:
+        return "mixed", (), found
+    mode = found[0]
+    return mode, cheap_modules(graph) if mode == "selective" else (), ()
+
+
+def cheap_modules(graph: OperatorGraph) -> tuple[str, ...]:
+    """What selective recomputation of a plan computes again in the layers of a network, by Megatron-LM's names."""
+    return CHEAP_MODULES if experts_of(graph) else CHEAP_MODULES[:2]
