@@ -14,6 +14,7 @@ from planner.cost.memory_traits import traits_of
 from planner.cost.software import SOFTWARE
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.plans.exchange import UNASKED, Exchange
+from planner.plans.hints import Hint, hint
 from planner.published.estimate.layered.sequence import padded_frames
 from planner.published.estimate.stage_parameters import local_vocabulary
 from planner.published.estimate.training_run import (
@@ -25,7 +26,6 @@ from planner.published.estimate.training_run import (
     TransformerShape,
 )
 from planner.published.reading import MeasuredRow
-from planner.search.problem.hints import Hint, hint
 
 RESNETS = ("resnet50", "resnet50v1_5", "resnet50_v1_5", "rn50v1_5")
 BERTS: Mapping[tuple[str, int], str] = {

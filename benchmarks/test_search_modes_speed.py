@@ -17,10 +17,11 @@ from planner.cost.work import optimizer
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import load_network
+from planner.plans.hints import Hint, hint
 from planner.search import recursive_programming, sharding_propagation
 from planner.search.configurations.buckets import USUAL
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.hints import Hint, constrained, hint
+from planner.search.problem.hints import constrained
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import Solution
 from planner.search.problem.variables import decisions

@@ -9,11 +9,11 @@ from planner.exchange.mindspore.context import (
     set_auto_parallel_context,
 )
 from planner.exchange.mindspore.entry import Planned, plan
-from planner.exchange.mindspore.errors import ContextError, IgnoredKeyWarning
-from planner.exchange.mindspore.marks import offload, recompute, set_comm_fusion, set_pipeline_stage
 from planner.exchange.mindspore.pipeline import Pipeline
+from planner.exchange.mindspore.running import execute
 from planner.exchange.mindspore.shard import shard
-from planner.execution.running import execute
+from planner.networks.marks import offload, recompute, set_comm_fusion, set_pipeline_stage
+from simulator.errors import ContextError, IgnoredKeyWarning
 
 __all__ = [
     "AutoParallel",

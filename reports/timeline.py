@@ -176,8 +176,8 @@ def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
 def plan_picture(plan: Plan, source: Path) -> Picture:
     """Picture of the simulated step of the plan in the strategy file `source`."""
     from planner.cost.software import machine_of
+    from planner.planning.loading import lower_strategy, predict_pipeline_strategy
     from planner.planning.planning import predict
-    from planner.plans.loading import lower_strategy, predict_pipeline_strategy
 
     hardware = machine_of(plan)
     head = f"{plan.network} on {plan.devices} × {plan.hardware}"

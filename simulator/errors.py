@@ -47,3 +47,11 @@ class ExecutionError(MeshwrightError):
     """A run on hardware failed or its losses differ from the reference."""
 
     exit_code: ClassVar[int] = 4
+
+
+class ContextError(InputError, ValueError):
+    """A key of a configuration is unknown, its value is wrong, or it contradicts another key."""
+
+
+class IgnoredKeyWarning(UserWarning):
+    """A key is set that the parallel mode does not read."""

@@ -15,8 +15,8 @@ from planner.plans.exchange import UNASKED, Exchange
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.exchange.mindspore.marks import Marks
     from planner.exchange.mindspore.mindformers import Translated
+    from planner.networks.marks import Marks
 
 MAX_BYTES = 1 << 20
 
@@ -144,7 +144,6 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     """Hold what a file in MindFormers' style says against devices and network; what is slow is said."""
     from planner.cli.options import read_pins
     from planner.cost.software import norms_of
-    from planner.exchange.mindspore.marks import Marks
     from planner.exchange.mindspore.notes import (
         check_micro_batches,
         check_sizes,
@@ -153,6 +152,7 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
         vocabulary_marks,
     )
     from planner.networks import load_network
+    from planner.networks.marks import Marks
 
     pins, notes = read_pins(settings.pin), []
     used, idle = used_devices(pins, settings.devices)

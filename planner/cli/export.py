@@ -59,8 +59,8 @@ def export(
     """
     from planner.exchange.registry import FORMATS
     from planner.lowering.checked import captured
+    from planner.planning.loading import naming
     from planner.plans.file import export_mindspore, read_strategy, write_plan
-    from planner.plans.loading import naming
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     form = FORMATS.get(to.value)
@@ -87,7 +87,7 @@ def _exchange(
 ) -> None:
     from planner.exchange.exporting import export_plan
     from planner.lowering.checked import captured
-    from planner.plans.loading import naming
+    from planner.planning.loading import naming
     from simulator.whole_file import write_whole
 
     with terminal.working(f"writing for {form.table.framework} {form.version}"), naming(strategy):

@@ -190,7 +190,7 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
     from planner.cli.config import require
     from planner.cli.options import read_pins
     from planner.planning.planning import PlanRequest
-    from planner.search.problem.hints import load_hints
+    from planner.plans.hints import load_hints
 
     return PlanRequest(
         network=require(settings.network, "NETWORK", "zoo:gpt2"),

@@ -116,7 +116,7 @@ def _simulate_stage(terminal: Terminal, asked: Simulation) -> None:
     from planner.cli.simulation_tables import simulation_report
     from planner.cost.work import optimizer
     from planner.planning.goodput import checkpoint_bytes
-    from planner.plans.loading import lower_strategy
+    from planner.planning.loading import lower_strategy
     from simulator.trace import write_trace
 
     plan, profile, extra, trace = asked.plan, asked.hardware, asked.extra, asked.trace

@@ -29,8 +29,8 @@ def simulate_pipeline_plan(terminal: Terminal, asked: Simulation, schedule_file:
     ``schedule_file`` orders the passes of each rank instead of the plan's schedule.
     """
     from planner.cli.reliability import reliability_document, reliability_report
+    from planner.planning.loading import predict_pipeline_strategy
     from planner.planning.pipeline_prediction import write_trace
-    from planner.plans.loading import predict_pipeline_strategy
     from simulator import engine as reference
     from simulator.schedules.exchange import parse_schedule_csv
 
@@ -58,8 +58,8 @@ def _reliability(
     from planner.lowering.checked import checked_graph
     from planner.lowering.pipeline import lower_pipeline
     from planner.planning.goodput import pipeline_checkpoint_bytes
+    from planner.planning.loading import naming
     from planner.planning.pipeline_stragglers import straggle_pipeline
-    from planner.plans.loading import naming
 
     plan, hardware, extra = asked.plan, asked.hardware, asked.extra
     if extra.slow is None and extra.job is None:

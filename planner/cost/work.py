@@ -15,6 +15,8 @@ from simulator.kernels.matmul import ELEMENT_BYTES
 from simulator.program import Kernel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
+NARROW_RANGE = "float16"
+"""The format whose range gradients may leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from planner.exchange.mindspore.marks import Marks
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
+from planner.networks.marks import Marks
 from planner.plans.request import PlanRequest
 from simulator.errors import InputError
 

@@ -38,9 +38,9 @@ from planner.execution.verification import (
 from planner.execution.worker import RankResult, train
 from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import LoweredPlan
+from planner.planning.loading import lower_to_run
 from planner.planning.prediction import predict
 from planner.plans.file import read_plan
-from planner.plans.loading import lower_to_run
 from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import BACKENDS

@@ -73,6 +73,17 @@ def _forget_oldest(place: Path) -> None:
         file.unlink(missing_ok=True)
 
 
+@remember
+def code_digest() -> str:
+    """Digest of the version and of all code and profiles that plans and simulates."""
+    digest = hashlib.sha256(metadata.version("meshwright").encode())
+    root = Path(__file__).parents[2]
+    for package in ("hw_profiles", "simulator", "planner"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 def _version(distribution: str) -> str:
     """`importlib.metadata.version` without parsing what a package says of itself, which may be long; or absent."""
     try:

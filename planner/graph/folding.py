@@ -25,6 +25,27 @@ class _Block:
     nodes: tuple[int, ...]
 
 
+def template_name(name: str, prefix: str) -> str:
+    """Replace the block's index after `prefix` by ``*``.
+
+    >>> template_name("blocks.12.mlp/gelu", "blocks")
+    'blocks.*.mlp/gelu'
+    """
+    rest = name[len(prefix) + 1 :]
+    digits = len(rest) - len(rest.lstrip("0123456789"))
+    return f"{prefix}.*{rest[digits:]}"
+
+
+def block_index(name: str, prefix: str) -> int:
+    """Read the block's index after `prefix`.
+
+    >>> block_index("blocks.12.mlp/gelu", "blocks")
+    12
+    """
+    rest = name[len(prefix) + 1 :]
+    return int(rest[: len(rest) - len(rest.lstrip("0123456789"))])
+
+
 def fold(graph: OperatorGraph, minimum: int = MINIMUM_REPEATS) -> OperatorGraph:
     """Keep two blocks of every run of at least `minimum` equal blocks in a row.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from planner.cost.kernel_shapes import is_product
 from planner.graph.kept import KeptByGraph
+from planner.graph.kernel_shapes import is_product
 from planner.graph.operator_graph import DTYPE_BYTES, Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.graph.statistics import wide_nodes
 from simulator.errors import InputError

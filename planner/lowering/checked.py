@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.graph.folding import unfold
+from planner.graph.folding import block_index, template_name, unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
 from planner.lowering import lower_graph, lowering_options
@@ -12,7 +12,6 @@ from planner.lowering.instructions import LoweredPlan
 from planner.networks import load_network
 from planner.plans.plan import NodeRules, Plan, expanded_rules
 from planner.plans.request import PRECISIONS
-from planner.search.problem.solution import block_index, template_name
 from planner.sharding.context import context_rules
 from planner.sharding.rules import Rule, rules_for
 from simulator.errors import InputError, StrategyError, UnsupportedError

@@ -16,7 +16,7 @@ from planner.lowering.instructions import Compute, HostCopy
 from planner.lowering.turns import with_names
 from planner.lowering.units import NOWHERE
 from planner.lowering.writer import Draft
-from planner.plans.plan import Swap
+from planner.networks.marks import Swap
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Kernel, Phase
 
 if TYPE_CHECKING:

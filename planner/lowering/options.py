@@ -10,7 +10,8 @@ from planner.cost.work import optimizer
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.placed import LoweringOptions
-from planner.plans.plan import Plan, Swap
+from planner.networks.marks import Swap
+from planner.plans.plan import Plan
 from simulator.errors import StrategyError
 
 T = TypeVar("T")

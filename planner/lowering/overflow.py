@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from planner.cost.work import NARROW_RANGE
 from planner.lowering.blueprint import NO_VALUES, Block, Blueprint, Shared, shared
 from planner.lowering.copies import NOBODY
 from planner.lowering.instructions import CheckGradients, SettleScale, all_reduced
@@ -15,7 +16,6 @@ from planner.lowering.placed import PlacedGraph
 from planner.lowering.writer import Draft
 from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Task
 
-NARROW_RANGE = "float16"
 FLAG = "gradients that are no numbers"
 FLAG_BYTES = 4
 PASSES = 2.0

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
-
+from planner.cost.packing import packing_bytes
 from planner.lowering.instructions import Communicate
 from simulator.program import Collective
-
-Amount = TypeVar("Amount", float, NDArray[np.float64])
-READ_AND_WRITTEN = 2.0
 
 
 def copied_bytes(message: Communicate, payload_bytes: float, members: int) -> float:
@@ -34,17 +27,3 @@ def copied_bytes(message: Communicate, payload_bytes: float, members: int) -> fl
     laid = several or (message.collective is not Collective.ALL_GATHER and message.split_dims[0] != 0)
     cut = several or message.gather_dims[0] != 0
     return float(packing_bytes(message.collective, payload_bytes, members, laid=laid, cut=cut))
-
-
-def packing_bytes(
-    collective: Collective, payload_bytes: Amount, members: int, *, laid: bool = True, cut: bool = True
-) -> Amount:
-    """Bytes that are read and written to lay tensors together for a message, and to cut them out of one."""
-    before = after = 0.0
-    if laid and collective is Collective.ALL_GATHER:
-        before = 1.0 / members
-    if laid and collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
-        before = 1.0
-    if cut and collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL):
-        after = 1.0
-    return READ_AND_WRITTEN * (before + after) * payload_bytes

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from math import inf, prod
 
-from planner.cost.kernel_shapes import kernel_shape, local_kernel
 from planner.cost.work import Optimizer, state_bytes, traffic_bytes
 from planner.graph.chain import Chain
 from planner.graph.host_tables import NO_TABLES, host_tables
+from planner.graph.kernel_shapes import kernel_shape, local_kernel
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.lowering.groups import BY_SIZE, message_groups
 from planner.lowering.instructions import Communicate, LoweredInput
 from planner.lowering.loaded import BATCH_AXES, loaded_placements
 from planner.lowering.units import no_units, units_of
+from planner.networks.marks import Swap
 from planner.plans.exchange import UNASKED, Exchange
-from planner.plans.plan import NodeRules, Swap
+from planner.plans.plan import NodeRules
 from planner.sharding.context import sequence_cut
 from planner.sharding.inner_messages import without_all_to_alls
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, Placements, placement_name

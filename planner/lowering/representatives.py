@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from planner.graph.chain import Boundary, Chain, chain
-from planner.graph.folding import run_start, unfold
+from planner.graph.folding import run_start, template_name, unfold
 from planner.graph.operator_graph import OperatorGraph, Run, TensorRef
 from planner.graph.scaling import at_batch
 from planner.lowering.copies import Copies, Row, UnalikeError
@@ -17,7 +17,6 @@ from planner.lowering.options import keeps_messages, lowering_options, recompute
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.program import spread
 from planner.plans.plan import LayerRules, NodeRules, Plan, expanded_rules
-from planner.search.problem.solution import template_name
 from planner.sharding.placement import PARTIAL, Placements
 from simulator.errors import StrategyError
 

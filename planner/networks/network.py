@@ -15,8 +15,8 @@ from planner.graph.operator_graph import OperatorGraph
 if TYPE_CHECKING:
     from torch import nn
 
-    from planner.exchange.mindspore.marks import Marks
     from planner.networks.decoder.graph import Decoder
+    from planner.networks.marks import Marks
 
 Family = Literal["image", "language", "features"]
 CAPTURED_BLOCKS = 2

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from planner.exchange.mindspore.layerwise import marked_layerwise
-from planner.exchange.mindspore.marks import marks_of
 from planner.graph.capture_errors import is_library, short_path
+from planner.networks.layerwise import marked_layerwise
+from planner.networks.marks import marks_of
 from planner.networks.network import Family, InputSpec, Network
 from planner.networks.sharded_call import know_calls
 from simulator.errors import InputError, NetworkError

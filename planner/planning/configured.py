@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 
 from planner.cost.work import Optimizer
-from planner.exchange.mindspore.errors import ContextError
 from planner.graph.experts import experts_of
 from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph, Role
@@ -42,7 +41,7 @@ from planner.search.units.hinted import NO_HINTS, StageHints, StageMesh, check_p
 from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis
 from planner.sharding.placement import Mesh
-from simulator.errors import InputError, UnsupportedError
+from simulator.errors import ContextError, InputError, UnsupportedError
 from simulator.hardware import Hardware
 from simulator.launches import known_software, launch_time
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from planner.graph.folding import template_name
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
 from planner.planning.prediction import Prediction, predict_plan, without_rounding
@@ -23,7 +24,7 @@ from planner.search.candidates import ALTERNATIVE, NOTHING_KNOWN, ROOMY, Found, 
 from planner.search.configurations.buckets import USUAL
 from planner.search.exact.elimination import TooWideError
 from planner.search.patience import Patience
-from planner.search.problem.solution import Solution, node_rules, parts_of, template_name
+from planner.search.problem.solution import Solution, node_rules, parts_of
 from planner.search.problem.unaligned import in_runs
 from planner.search.recursive_programming import with_bound
 from planner.sharding.placement import Placements

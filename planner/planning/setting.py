@@ -9,22 +9,21 @@ from typing import TypedDict
 
 from planner.cost.software import as_run, exchange_of, norms_of
 from planner.cost.work import Optimizer, optimizer, state_bytes
-from planner.exchange.mindspore.applying import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
-from planner.exchange.mindspore.exchange import check_data
-from planner.exchange.mindspore.layerwise import layerwise_names
-from planner.exchange.mindspore.placing import PlacedMarks
 from planner.graph.chain import Chain
 from planner.graph.experts import experts_of, experts_per_token
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.lowering.checked import precision_dtype
 from planner.networks import Network, load_network
+from planner.networks.layerwise import layerwise_names
+from planner.networks.marks import Swap
 from planner.planning.configured import Configured
 from planner.planning.hosted import check_host_speed, check_host_tables
+from planner.planning.marked import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
+from planner.planning.placing import PlacedMarks
 from planner.planning.prediction import check_products, trained_dtype
 from planner.planning.refining import largest_threshold
 from planner.planning.shared_tables import NetworkTables, SharedTables
-from planner.plans.exchange import Exchange
-from planner.plans.plan import Swap
+from planner.plans.exchange import Exchange, check_data
 from planner.plans.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from planner.plans.plan import Chunk, OffloadRange, RecomputeRange, Swap
+from planner.networks.marks import Swap
+from planner.plans.plan import Chunk, OffloadRange, RecomputeRange
 from planner.search.configurations.explored import Placed
 from planner.search.units.labels import RECOMPUTE
 

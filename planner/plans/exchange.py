@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from simulator.errors import ContextError
 from simulator.program import Collective
 
 FusedBytes = int | None
@@ -70,3 +72,33 @@ class Exchange:
 
 
 UNASKED = Exchange()
+
+
+def check_data(data: DataStrategy, shapes: Mapping[str, tuple[int, ...]], batch: int) -> None:
+    """Hold cuts against the batch tensors of a network, given by name with their shapes without the batch.
+
+    Raises
+    ------
+    ContextError
+        There are more or fewer tensors or dims than cuts, or a cut does not divide its dim.
+    """
+    if not isinstance(data, tuple):
+        return
+    if len(data) != len(shapes):
+        raise ContextError(
+            f"dataset_strategy={data} has {len(data)} tuples, and the network reads {len(shapes)} batch tensors "
+            f"({', '.join(shapes)}); give one for each"
+        )
+    for number, (cuts, (name, shape)) in enumerate(zip(data, shapes.items(), strict=True)):
+        whole = (batch, *shape)
+        if len(cuts) != len(whole):
+            raise ContextError(
+                f"dataset_strategy[{number}]={cuts} has {len(cuts)} numbers, and {name!r} of shape {whole} has "
+                f"{len(whole)} dims; give one number for each, 1 where a dim is whole"
+            )
+        for dim, (parts, size) in enumerate(zip(cuts, whole, strict=True)):
+            if size % parts:
+                near = max(n for n in range(1, parts + 1) if size % n == 0)
+                raise ContextError(
+                    f"dataset_strategy[{number}][{dim}]={parts} does not divide {name!r} of shape {whole}; use {near}"
+                )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph
+from planner.networks.marks import Swap
 from planner.plans import mindspore
 from planner.plans.consistency import check_consistent, data_sharding
 from planner.plans.exchange import Exchange
@@ -28,7 +29,6 @@ from planner.plans.plan import (
     Plan,
     RecomputeRange,
     Status,
-    Swap,
 )
 from planner.plans.rule_text import rule_from_text, rule_to_text
 from planner.plans.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel, StrategyModel, validate

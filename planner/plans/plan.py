@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from planner.networks.marks import Swap
 from planner.plans.exchange import UNASKED, Exchange
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.rules import Rule
@@ -101,21 +102,6 @@ class RecomputeRange:
     last: str
     mode: str
     messages: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
-    """Activations of a unit that are on the host from the forward to the backward pass.
-
-    Attributes
-    ----------
-    prefetch : so many operators before the one that reads it a tensor is called back, at the beginning of the unit's
-        backward pass at the earliest; 0: with the backward pass of the unit behind
-    operators : what is offloaded of the unit: results of these, by the rest of their name behind the unit's; empty: all
-    """
-
-    prefetch: int = 0
-    operators: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

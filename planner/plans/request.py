@@ -11,9 +11,9 @@ from planner.plans.exchange import UNASKED, Exchange
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.exchange.mindspore.marks import Marks
+    from planner.networks.marks import Marks
     from planner.networks.network import Network
-    from planner.search.problem.hints import Hint
+    from planner.plans.hints import Hint
 
 PRECISIONS: Mapping[str, str] = {
     "fp64": "float64",

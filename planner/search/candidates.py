@@ -7,23 +7,23 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from planner.cost.work import Optimizer
-from planner.exchange.mindspore.errors import ContextError
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
+from planner.plans.hints import Hint
 from planner.plans.request import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
 from planner.search.configurations.space import divisors
 from planner.search.dynamic_programming import fastest, least_bytes, once_s
 from planner.search.problem.by_data import FREE_AXES, rest_by_data
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.hints import Hint, check_cuts, constrained, targets
+from planner.search.problem.hints import check_cuts, constrained, targets
 from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import Solution
 from planner.search.problem.together import time_together
 from planner.search.problem.variables import Decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from simulator.errors import InputError
+from simulator.errors import ContextError, InputError
 from simulator.hardware import Hardware
 
 ROOMY = 0.5

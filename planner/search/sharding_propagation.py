@@ -24,10 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import TensorRef
+from planner.plans.hints import Hint
 from planner.search import dynamic_programming
 from planner.search.exact.elimination import TooWideError
 from planner.search.memory_price import within_limit
-from planner.search.problem.hints import Hint, Target, Targets, constrained, mask_of, targets
+from planner.search.problem.hints import Target, Targets, constrained, mask_of, targets
 from planner.search.problem.layered_tables import LayeredTables
 from planner.search.problem.problem import Problem, choices_of
 from planner.search.problem.solution import Solution

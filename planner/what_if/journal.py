@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hw_profiles
-import planner
-import simulator
+from planner.graph.cache import code_digest
 from planner.what_if.rows import WhatIfRow, row_of
 from simulator.errors import InputError
 from simulator.hardware import load_profile
@@ -136,17 +133,6 @@ def point_key(request: PlanRequest, graph: OperatorGraph) -> str:
         "code": code_digest(),
     }
     return _digest(json.dumps(facts, sort_keys=True))
-
-
-@lru_cache(maxsize=1)
-def code_digest() -> str:
-    """Digest of the version and of all code that plans and simulates."""
-    digest = hashlib.sha256(metadata.version("meshwright").encode())
-    for package in (hw_profiles, simulator, planner):
-        root = Path(package.__path__[0])
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def _line(key: str, row: WhatIfRow) -> bytes:

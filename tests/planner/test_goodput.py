@@ -12,8 +12,8 @@ from planner.cli.app import app
 from planner.cost.work import optimizer
 from planner.lowering.instructions import LoweredPlan
 from planner.planning.goodput import checkpoint_bytes, plan_goodput, straggle, with_given
+from planner.planning.loading import lower_strategy
 from planner.plans.file import read_plan
-from planner.plans.loading import lower_strategy
 from simulator.errors import InputError
 from simulator.hardware import Reliability, load_profile
 from simulator.program import BufferKind

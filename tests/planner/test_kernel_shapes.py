@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from planner.cost.kernel_shapes import KernelShape, kernel_shape, local_kernel
+from planner.graph.kernel_shapes import KernelShape, kernel_shape, local_kernel
 from planner.graph.operator_graph import OperatorGraph, TensorRef
 from planner.graph.scaling import at_batch
 from planner.lowering.placed import local_share

@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.planning import planning
+from planner.planning.planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
 from planner.what_if import WhatIfOptions, prepare, run
 from planner.what_if.journal import discard, journal_of, point_key, read, writer
 from planner.what_if.rows import WhatIfRow, row_of

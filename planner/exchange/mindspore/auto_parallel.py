@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.exchange.mindspore.checks import boolean, choice, integer
 from planner.exchange.mindspore.context import AutoParallelContext, current_context
-from planner.exchange.mindspore.errors import ContextError
-from planner.exchange.mindspore.marks import Marks
 from planner.exchange.mindspore.pipeline import Pipeline
 from planner.exchange.mindspore.sources import source_of
-from simulator.errors import UnsupportedError
+from planner.networks.marks import Marks
+from simulator.checks import boolean, choice, integer
+from simulator.errors import ContextError, UnsupportedError
 
 if TYPE_CHECKING:
     from planner.exchange.mindspore.entry import Planned
@@ -264,7 +263,7 @@ class AutoParallel:
     def plan(self, hardware: str, *, pins: Mapping[str, str] | None = None, **options: Any) -> Planned:
         """Plan the network on a cluster; parameters and errors as `planner.plan`."""
         from planner.exchange.mindspore.entry import plan
-        from planner.search.problem.hints import load_hints
+        from planner.plans.hints import load_hints
 
         context = self.context.copy()
         if "load_param" in self._files:

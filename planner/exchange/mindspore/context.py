@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from planner.exchange.mindspore.checks import unknown
-from planner.exchange.mindspore.errors import ContextError, IgnoredKeyWarning
 from planner.exchange.mindspore.keys import KEYS, OLDER_NAMES
+from simulator.checks import unknown
+from simulator.errors import ContextError, IgnoredKeyWarning
 
 
 class AutoParallelContext:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from planner.exchange.mindspore.auto_parallel import AutoParallel
 from planner.exchange.mindspore.context import AutoParallelContext, current_context
-from planner.exchange.mindspore.errors import ContextError
 from planner.exchange.mindspore.requests import request_of
 from planner.exchange.mindspore.sources import source_of
-from simulator.errors import InfeasibleError
+from simulator.errors import ContextError, InfeasibleError
 
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
@@ -115,9 +114,9 @@ def read_stored(request: PlanRequest, graph: OperatorGraph, source: str) -> tupl
     """
     from planner.cost.software import run_for
     from planner.lowering.checked import checked_graph
+    from planner.planning.loading import naming
     from planner.planning.prediction import predict_plan
     from planner.plans.file import read_plan
-    from planner.plans.loading import naming
     from simulator.hardware import load_profile
 
     found = read_plan(source)
@@ -143,10 +142,10 @@ def read_stored(request: PlanRequest, graph: OperatorGraph, source: str) -> tupl
 
 def _check_marks(request: PlanRequest, found: Plan, graph: OperatorGraph, where: str) -> None:
     """Raise ContextError where modules are marked with something else than the plan that was read."""
-    from planner.exchange.mindspore.marks import Marks
-    from planner.exchange.mindspore.placing import PlacedMarks
     from planner.graph.chain import chain
     from planner.networks import load_network
+    from planner.networks.marks import Marks
+    from planner.planning.placing import PlacedMarks
 
     own = load_network(request.network, sequence_length=request.sequence_length).marks or Marks()
     marks = request.marks.over(own) if request.marks else own

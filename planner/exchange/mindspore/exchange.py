@@ -7,10 +7,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from planner.exchange.mindspore.checks import FUSION_KINDS
 from planner.exchange.mindspore.context import AutoParallelContext
-from planner.exchange.mindspore.errors import ContextError
 from planner.plans.exchange import DataStrategy, Exchange
+from simulator.checks import FUSION_KINDS
 
 FUSION_MB = 64
 """Size of fused messages in mode auto."""
@@ -98,33 +97,3 @@ def exchange_pins(context: AutoParallelContext) -> dict[str, str]:
         found |= {"dp": str(batch)} if batch > 1 else {}
         found |= {"tp": str(inside)} if inside > 1 else {}
     return found
-
-
-def check_data(data: DataStrategy, shapes: Mapping[str, tuple[int, ...]], batch: int) -> None:
-    """Hold cuts against the batch tensors of a network, given by name with their shapes without the batch.
-
-    Raises
-    ------
-    ContextError
-        There are more or fewer tensors or dims than cuts, or a cut does not divide its dim.
-    """
-    if not isinstance(data, tuple):
-        return
-    if len(data) != len(shapes):
-        raise ContextError(
-            f"dataset_strategy={data} has {len(data)} tuples, and the network reads {len(shapes)} batch tensors "
-            f"({', '.join(shapes)}); give one for each"
-        )
-    for number, (cuts, (name, shape)) in enumerate(zip(data, shapes.items(), strict=True)):
-        whole = (batch, *shape)
-        if len(cuts) != len(whole):
-            raise ContextError(
-                f"dataset_strategy[{number}]={cuts} has {len(cuts)} numbers, and {name!r} of shape {whole} has "
-                f"{len(whole)} dims; give one number for each, 1 where a dim is whole"
-            )
-        for dim, (parts, size) in enumerate(zip(cuts, whole, strict=True)):
-            if size % parts:
-                near = max(n for n in range(1, parts + 1) if size % n == 0)
-                raise ContextError(
-                    f"dataset_strategy[{number}][{dim}]={parts} does not divide {name!r} of shape {whole}; use {near}"
-                )

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.exchange.mindspore.checks import (
+from planner.plans.request import PARALLEL_MODES, SEARCH_MODES
+from simulator.checks import (
     Check,
     boolean,
     choice,
@@ -17,7 +18,6 @@ from planner.exchange.mindspore.checks import (
     optimizer_config,
     text,
 )
-from planner.plans.request import PARALLEL_MODES, SEARCH_MODES
 
 AUTO_MODES = ("semi_auto_parallel", "auto_parallel")
 PARALLEL = tuple(mode for mode in PARALLEL_MODES if mode != "stand_alone")

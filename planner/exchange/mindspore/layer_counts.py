@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.exchange.mindspore.checks import integer
-from planner.exchange.mindspore.errors import ContextError
+from simulator.checks import integer
+from simulator.errors import ContextError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.exchange.mindspore.errors import ContextError
 from planner.exchange.mindspore.layer_counts import LayerCounts, read_counts
-from simulator.errors import UnsupportedError
+from simulator.errors import ContextError, UnsupportedError
 from simulator.program import Kernel, Phase
 
 if TYPE_CHECKING:

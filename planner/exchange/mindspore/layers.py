@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from itertools import chain as joined
 from typing import TYPE_CHECKING, Any
 
-from planner.exchange.mindspore.checks import integer
-from planner.exchange.mindspore.errors import ContextError
 from planner.exchange.mindspore.layer_counts import LayerCounts, read_counts, read_rows, shown
 from planner.exchange.mindspore.layer_modes import KEPT, SELECTIVE, WHOLE, Choice, Layer, layer_mode, read_choices
-from planner.exchange.mindspore.marks import Marks
 from planner.exchange.mindspore.swapping import SwapRule, read_swaps, swapped_layers
-from simulator.errors import UnsupportedError
+from planner.networks.marks import Marks
+from simulator.checks import integer
+from simulator.errors import ContextError, UnsupportedError
 
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.exchange.mindspore.checks import Check, boolean, choice, integer, unknown
 from planner.exchange.mindspore.context import AutoParallelContext
-from planner.exchange.mindspore.errors import ContextError
 from planner.exchange.mindspore.exchange import exchange_of
 from planner.exchange.mindspore.keys import KEYS
 from planner.exchange.mindspore.layers import LayerSettings, layer_settings, said_by_layer
@@ -28,7 +26,8 @@ from planner.exchange.mindspore.mindformers_keys import (
 from planner.exchange.mindspore.requests import pins_of, searched_mode
 from planner.plans.exchange import Exchange
 from planner.plans.request import COPIES
-from simulator.errors import UnsupportedError
+from simulator.checks import Check, boolean, choice, integer, unknown
+from simulator.errors import ContextError, UnsupportedError
 
 OTHER_CONFIG = ("use_seq_parallel", "vocab_emb_dp", "context_parallel_algo", "gradient_aggregation_group")
 ALGORITHMS: Mapping[str, str] = {"colossalai_cp": "ring", "ulysses_cp": "all_to_all"}

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from planner.exchange.mindspore.errors import ContextError
-from planner.search.problem.cuts import OperatorCuts
-from simulator.errors import UnsupportedError
+from planner.sharding.cuts import OperatorCuts
+from simulator.errors import ContextError, UnsupportedError
 from simulator.program import Phase
 
 if TYPE_CHECKING:
-    from planner.exchange.mindspore.marks import Marks
     from planner.graph.operator_graph import OperatorGraph
+    from planner.networks.marks import Marks
 
 DEGREES: Mapping[str, str] = {
     "dp": "data_parallel",
@@ -50,7 +49,7 @@ def vocabulary_marks(pins: Mapping[str, str], graph: OperatorGraph, *, cut: bool
     UnsupportedError
         The table is to be cut beside a context or an expert axis.
     """
-    from planner.exchange.mindspore.marks import Marks
+    from planner.networks.marks import Marks
 
     said = f"parallel_config.vocab_emb_dp={not cut}"
     beyond = [f"{name}={pins[name]}" for name in ("cp", "ep") if pins.get(name, "1") != "1"]

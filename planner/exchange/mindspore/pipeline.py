@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from planner.exchange.mindspore.checks import integer
-from planner.exchange.mindspore.errors import ContextError
-from planner.exchange.mindspore.marks import LARGEST_STAGE, Marks
 from planner.exchange.mindspore.sources import source_of
+from planner.networks.marks import LARGEST_STAGE, Marks
+from simulator.checks import integer
+from simulator.errors import ContextError
 
 if TYPE_CHECKING:
     from planner.exchange.mindspore.sources import Source

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from planner.exchange.mindspore.checks import unknown
 from planner.exchange.mindspore.context import AutoParallelContext
-from planner.exchange.mindspore.errors import ContextError
 from planner.exchange.mindspore.exchange import exchange_of, exchange_pins
 from planner.exchange.mindspore.keys import KEYS
 from planner.plans.request import BY_SAMPLES, PlanRequest
+from simulator.checks import unknown
+from simulator.errors import ContextError
 
 if TYPE_CHECKING:
     from planner.networks.network import Network

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.exchange.mindspore.checks import strategy
-from planner.exchange.mindspore.errors import ContextError
-from planner.exchange.mindspore.marks import mark_cuts
-from planner.search.problem.cuts import OperatorCuts
+from planner.networks.marks import mark_cuts
+from planner.sharding.cuts import OperatorCuts
+from simulator.checks import strategy
+from simulator.errors import ContextError
 
 
 def shard(

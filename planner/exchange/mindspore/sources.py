@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from planner.exchange.mindspore.errors import ContextError
+from simulator.errors import ContextError
 
 if TYPE_CHECKING:
     from planner.networks.network import Network

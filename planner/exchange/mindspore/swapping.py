@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.exchange.mindspore.checks import boolean, integer, unknown
-from planner.exchange.mindspore.errors import ContextError
 from planner.exchange.mindspore.layer_counts import LayerCounts
 from planner.exchange.mindspore.layer_modes import Choice, pattern_of
-from planner.exchange.mindspore.marks import prefetched
-from planner.plans.plan import Swap
+from planner.networks.marks import Swap, prefetched
+from simulator.checks import boolean, integer, unknown
+from simulator.errors import ContextError
 
 if TYPE_CHECKING:
     from planner.exchange.mindspore.layer_modes import Layer

@@ -21,9 +21,9 @@ from planner.execution.paces import begin_together
 from planner.execution.worker import train
 from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import LoweredPlan, LoweredStages
+from planner.planning.loading import lower_to_run, naming
 from planner.planning.pipeline_prediction import predict_pipeline
 from planner.planning.prediction import Prediction, predict
-from planner.plans.loading import lower_to_run, naming
 from planner.plans.plan import Plan
 from simulator.calibration.launch import ask_process
 from simulator.calibration.machine import BACKENDS, count_devices

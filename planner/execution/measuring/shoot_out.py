@@ -18,10 +18,10 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from planner.execution.run import ExecuteOptions, ExecutionReport, execute_plan
+from planner.graph.cache import code_digest
 from planner.plans.alternatives import alternative_files
 from planner.plans.file import plan_to_text, read_plan
 from planner.plans.plan import Plan
-from planner.what_if.journal import code_digest
 from simulator.errors import InputError, MeshwrightError
 
 SUFFIX = ".shoot-out.jsonl"

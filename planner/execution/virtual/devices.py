@@ -22,8 +22,8 @@ from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import LoweredPlan, LoweredStages
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.goodput import slow_cluster, straggle
+from planner.planning.loading import lower_to_run
 from planner.planning.prediction import predict_plan
-from planner.plans.loading import lower_to_run
 from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.errors import InfeasibleError, InputError

@@ -53,9 +53,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from planner.cost.work import NARROW_RANGE
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.graph.recompute import MODES
-from planner.lowering.overflow import NARROW_RANGE
 from planner.search.configurations.configuration import AXES, Configuration, unstored
 from planner.search.configurations.data_messages import DataMessages
 from planner.search.configurations.messages import sends_s, told_s, unit_sums_s, whole_sums_s

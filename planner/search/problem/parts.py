@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.kernel_shapes import kernel_shape, local_kernel
 from planner.cost.work import cast_bytes, traffic_bytes, update_traffic
+from planner.graph.kernel_shapes import kernel_shape, local_kernel
 from planner.graph.operator_graph import Node, OperatorGraph, TensorRef
 from planner.search.problem.saved import saved_tensors
 from planner.search.problem.states import Setting, States, StatesOnMesh

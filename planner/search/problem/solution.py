@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from planner.graph.folding import block_index, template_name
 from planner.graph.operator_graph import Run
 from planner.plans.plan import LayerRules, NodeRules
 from planner.search.problem.problem import Problem, choices_of
@@ -50,27 +51,6 @@ def parts_of(problem: Problem, solution: Solution) -> dict[str, float]:
         "bubble_s": 0.0,
         "optimizer_s": update,
     }
-
-
-def template_name(name: str, prefix: str) -> str:
-    """Replace the block's index after `prefix` by ``*``.
-
-    >>> template_name("blocks.12.mlp/gelu", "blocks")
-    'blocks.*.mlp/gelu'
-    """
-    rest = name[len(prefix) + 1 :]
-    digits = len(rest) - len(rest.lstrip("0123456789"))
-    return f"{prefix}.*{rest[digits:]}"
-
-
-def block_index(name: str, prefix: str) -> int:
-    """Read the block's index after `prefix`.
-
-    >>> block_index("blocks.12.mlp/gelu", "blocks")
-    12
-    """
-    rest = name[len(prefix) + 1 :]
-    return int(rest[: len(rest) - len(rest.lstrip("0123456789"))])
 
 
 def node_rules(problem: Problem, solution: Solution) -> tuple[dict[str, NodeRules], tuple[LayerRules, ...]]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from planner.graph.folding import without_ends
+from planner.graph.folding import block_index, template_name, without_ends
 from planner.graph.operator_graph import OperatorGraph, Run
 from planner.graph.unfolding import run_start, unfold_run
 from planner.plans.plan import LayerRules, NodeRules
-from planner.search.problem.solution import block_index, template_name
 from planner.search.problem.variables import Decisions, Variable, decisions
 
 ENDS = ((0, 1), (1, 0), (1, 1), (0, 2), (2, 0))

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from planner.plans.plan import Swap
+from planner.networks.marks import Swap
 from planner.search.stages.fragments import Fragments, IntArray
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.kernel_shapes import KernelShape, local_kernel
+from planner.graph.kernel_shapes import KernelShape, local_kernel
 from planner.search.problem.costs import MeshCosts
 from planner.sharding.inner_messages import waiting_time
 from planner.sharding.rule_notation import InnerMessage

@@ -15,8 +15,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.kernel_shapes import kernel_shape
 from planner.cost.work import cast_sizes, traffic_sizes
+from planner.graph.kernel_shapes import kernel_shape
 from planner.graph.operator_graph import DTYPE_BYTES, Node, TensorRef, TensorSpec
 from planner.search.problem.costs import MeshCosts, needs_mask
 from planner.search.problem.parts import Parts

@@ -15,16 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.work import Optimizer
-from planner.exchange.mindspore.errors import ContextError
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
+from planner.plans.hints import Hint
 from planner.search.problem.by_data import FREE_AXES, states_by_data
-from planner.search.problem.hints import Hint, allowed_states
+from planner.search.problem.hints import allowed_states
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import Setting
 from planner.search.units.records import Least
 from planner.search.units.stage_decisions import StageDecisions
 from planner.sharding.placement import Mesh, MeshAxis
+from simulator.errors import ContextError
 from simulator.hardware import Hardware
 
 IntArray = NDArray[np.int64]

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planner.graph.folding import run_start
+from planner.graph.folding import run_start, template_name
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.plans.plan import LayerRules, NodeRules
 from planner.search.problem.parts import Parts
-from planner.search.problem.solution import template_name
 from planner.search.problem.states import Setting
 from planner.search.problem.variables import Kind
 from planner.search.units.records import Weights

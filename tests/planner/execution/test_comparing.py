@@ -18,8 +18,8 @@ from planner.execution.virtual.script import predicted_times
 from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import Communicate
 from planner.lowering.pipeline import lower_pipeline
+from planner.planning.loading import lower_to_run
 from planner.planning.planning import PlanRequest, plan_network
-from planner.plans.loading import lower_to_run
 from simulator.hardware import Caches, load_profile
 from simulator.timing import task_times
 

@@ -11,8 +11,8 @@ from planner.execution.launch.dry_run import rank_line
 from planner.execution.measuring.recorded import rank_entries
 from planner.execution.run import ExecuteOptions, rehearse
 from planner.lowering.instructions import BeginUpdate, Communicate
+from planner.planning.loading import lower_to_run
 from planner.plans.file import write_plan
-from planner.plans.loading import lower_to_run
 from tests.planner.execution.made import make_plan
 
 

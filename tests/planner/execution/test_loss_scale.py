@@ -19,7 +19,7 @@ from planner.execution.run import ExecuteOptions, execute_plan
 from planner.execution.verification import TOLERANCES
 from planner.lowering.instructions import CheckGradients, Communicate, LoweredPlan, LoweredStages, SettleScale, Update
 from planner.networks import load_network
-from planner.plans.loading import lower_to_run
+from planner.planning.loading import lower_to_run
 from simulator.errors import ExecutionError
 from tests.planner.execution.made import make_plan
 from tests.planner.execution.small import LENGTH, VOCABULARY, place

@@ -12,7 +12,8 @@ import pytest
 
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.chain import chain
-from planner.plans.plan import OffloadRange, Swap
+from planner.networks.marks import Swap
+from planner.plans.plan import OffloadRange
 from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured
 

@@ -15,8 +15,8 @@ from planner.execution.virtual.ranks import VirtualJob, first_stretch
 from planner.execution.virtual.script import Begin, End, Fetch, Post, Work, one_stage_script, pipeline_scripts
 from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
+from planner.planning.loading import lower_to_run
 from planner.planning.planning import PlanRequest, plan_network
-from planner.plans.loading import lower_to_run
 from simulator.errors import InfeasibleError, InputError
 from simulator.hardware import load_profile
 from simulator.pipeline import PipelineCosts, simulate_pipeline

@@ -11,10 +11,11 @@ from typing import Any
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
+from planner.plans.hints import Hint, hint
 from planner.plans.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from planner.plans.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
-from planner.search.problem.hints import Hint, constrained, hint
+from planner.search.problem.hints import constrained
 from planner.search.problem.solution import node_rules
 from simulator.hardware import load_profile
 from simulator.schedules import make_schedule

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from planner.graph.folding import template_name
 from planner.lowering import alike
 from planner.lowering.alike import passes_of
 from planner.lowering.body import Body
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.representatives import representatives
 from planner.plans.plan import NodeRules, Plan
-from planner.search.problem.solution import template_name
 from planner.sharding.placement import REPLICATE
 from planner.sharding.rules import Rule
 from tests.planner.lowering.plans import one_stage

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from planner.graph.folding import template_name
 from planner.graph.operator_graph import Role
 from planner.graph.scaling import at_batch
 from planner.lowering.checked import check_rules, lower
 from planner.planning.prediction import predict_plan
 from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.plan import LayerRules, Plan
-from planner.search.problem.solution import template_name
 from planner.sharding.context import Algorithm, context_rules
 from planner.sharding.inner_messages import inner_messages
 from planner.sharding.placement import Mesh, MeshAxis

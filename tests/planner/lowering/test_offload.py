@@ -18,9 +18,10 @@ from planner.lowering.checked import lower
 from planner.lowering.instructions import HostCopy, LoweredPlan, PassInstructions, read_values, written_values
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
+from planner.networks.marks import Swap
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
-from planner.plans.plan import OffloadRange, Plan, Swap, expanded_rules
+from planner.plans.plan import OffloadRange, Plan, expanded_rules
 from simulator import fast_engine
 from simulator.errors import StrategyError
 from simulator.hardware import load_profile

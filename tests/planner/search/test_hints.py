@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from planner.plans.hints import hint, load_hints
 from planner.search.dynamic_programming import fastest
-from planner.search.problem.hints import constrained, hint, load_hints, targets
+from planner.search.problem.hints import constrained, targets
 from planner.search.problem.problem import Problem
 from simulator.errors import InputError, UnsupportedError
 from tests.planner.search.problems import captured, make_mesh, make_problem

@@ -12,9 +12,10 @@ from planner.cli.app import app
 from planner.graph.scaling import at_batch
 from planner.planning.planning import PlanRequest, lower, plan_network
 from planner.plans.file import read_plan
+from planner.plans.hints import hint
 from planner.plans.plan import Status, expanded_rules
 from planner.plans.request import SEARCH_MODES
-from planner.search.problem.hints import first_not_kept, hint
+from planner.search.problem.hints import first_not_kept
 from simulator.errors import UnsupportedError
 from tests.planner.search.problems import captured
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.plans.hints import Hint, hint
 from planner.search.dynamic_programming import fastest, smallest
-from planner.search.problem.hints import Hint, constrained, hint
+from planner.search.problem.hints import constrained
 from planner.search.problem.layered_tables import LayeredTables
 from planner.search.problem.problem import Problem, choices_of
 from planner.search.problem.solution import Solution

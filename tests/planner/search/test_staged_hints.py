@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.work import optimizer
-from planner.exchange.mindspore.errors import ContextError
 from planner.graph.scaling import at_batch
 from planner.planning.planning import PlanRequest, PlanResult, plan_network
+from planner.plans.hints import Hint, hint
 from planner.plans.plan import Plan, Status, expanded_rules
 from planner.search.problem.by_data import FREE_AXES
-from planner.search.problem.cuts import OperatorCuts
-from planner.search.problem.hints import Hint, first_not_kept, hint, told_apart
+from planner.search.problem.hints import first_not_kept, told_apart
 from planner.search.problem.unaligned import apart
 from planner.search.units.factors import rows_of
 from planner.search.units.hinted import StageHints, StageMesh, hinted_decisions
 from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
+from planner.sharding.cuts import OperatorCuts
 from planner.sharding.placement import REPLICATE, MeshAxis, placement_name
 from planner.sharding.rules import Rule
-from simulator.errors import InputError, UnsupportedError
+from simulator.errors import ContextError, InputError, UnsupportedError
 from simulator.hardware import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh
 from tests.planner.search.test_labels import brute_force

@@ -12,8 +12,6 @@ from torch import nn
 
 import planner
 from planner import AutoParallel, ContextError, Pipeline
-from planner.exchange.mindspore.marks import Marks, marks_of
-from planner.exchange.mindspore.placing import PlacedMarks
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
@@ -21,9 +19,10 @@ from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import Compute
 from planner.lowering.stages import BACKWARD, FORWARD, lower_stages
 from planner.networks import load_network
+from planner.networks.marks import Marks, Swap, marks_of
+from planner.planning.placing import PlacedMarks
 from planner.plans.file import read_plan
-from planner.plans.plan import Swap
-from planner.search.problem.cuts import OperatorCuts
+from planner.sharding.cuts import OperatorCuts
 from simulator.errors import InputError, NetworkError, UnsupportedError
 from simulator.pipeline_operators import PLAIN
 

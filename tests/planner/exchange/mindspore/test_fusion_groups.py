@@ -9,8 +9,6 @@ from torch import nn
 
 import planner
 from planner import AutoParallelContext, ContextError
-from planner.exchange.mindspore.marks import Marks, marks_of
-from planner.exchange.mindspore.placing import PlacedMarks
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.chain import chain
 from planner.lowering.checked import checked_graph, lower
@@ -18,6 +16,8 @@ from planner.lowering.instructions import Communicate
 from planner.lowering.stages import lower_stages
 from planner.lowering.step import lowered_step
 from planner.networks import load_network
+from planner.networks.marks import Marks, marks_of
+from planner.planning.placing import PlacedMarks
 from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.plan import Plan
 from simulator.pipeline_operators import LAST

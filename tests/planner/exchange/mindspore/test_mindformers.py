@@ -13,16 +13,15 @@ from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
 from planner.cli.config import Configuration, PlanSettings, with_config
-from planner.exchange.mindspore.errors import ContextError
-from planner.exchange.mindspore.marks import Marks
 from planner.exchange.mindspore.mindformers import is_mindformers, translate
 from planner.exchange.mindspore.notes import Sizes, check_sizes, sizes_of, used_devices, vocabulary_marks
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.networks import load_network
+from planner.networks.marks import Marks
 from planner.plans.file import read_plan
 from planner.plans.plan import Plan
 from planner.sharding.placement import REPLICATE
-from simulator.errors import InputError, UnsupportedError
+from simulator.errors import ContextError, InputError, UnsupportedError
 
 FILE: dict[str, Any] = {
     "use_parallel": True,

@@ -10,11 +10,11 @@ import yaml
 from typer.testing import CliRunner
 
 from planner.cli.app import app
-from planner.exchange.mindspore.marks import Marks
 from planner.exchange.mindspore.mindformers import Translated, translate
 from planner.networks import load_network
+from planner.networks.marks import Marks, Swap
 from planner.plans.file import read_plan
-from planner.plans.plan import OffloadRange, Swap
+from planner.plans.plan import OffloadRange
 from simulator.errors import InputError
 
 run = CliRunner().invoke

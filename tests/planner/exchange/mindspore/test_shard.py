@@ -13,14 +13,15 @@ from torch import nn
 
 import planner
 from planner import AutoParallel, ContextError
-from planner.exchange.mindspore.marks import Marks
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.scaling import at_batch
 from planner.lowering.checked import lower
 from planner.networks import load_network
+from planner.networks.marks import Marks
+from planner.plans.hints import Hint, load_hints
 from planner.plans.plan import Plan, expanded_rules
-from planner.search.problem.cuts import OperatorCuts, viewed
-from planner.search.problem.hints import Hint, first_not_kept, load_hints
+from planner.search.problem.hints import first_not_kept
+from planner.sharding.cuts import OperatorCuts, viewed
 from planner.sharding.placement import PARTIAL, REPLICATE
 from simulator.errors import InputError, NetworkError, UnsupportedError
 from simulator.program import Collective

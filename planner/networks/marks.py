@@ -2,7 +2,7 @@
 
 A mark is an attribute of a module that torch does not know: parameters, buffers, the state dictionary and the forward
 pass stay as they are, and a copy of the module keeps it. `marks_of` gathers the marks of a network by module path;
-`planner.exchange.mindspore.placing` finds the units, parameters and operators of the operator graph that they are for.
+`planner.planning.placing` finds the units, parameters and operators of the operator graph that they are for.
 """
 
 from __future__ import annotations
@@ -11,16 +11,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from planner.exchange.mindspore.checks import boolean, integer
-from planner.exchange.mindspore.errors import ContextError
-from planner.plans.plan import Swap
-from planner.search.problem.cuts import OperatorCuts
+from planner.sharding.cuts import OperatorCuts
+from simulator.checks import boolean, integer
+from simulator.errors import ContextError
 
 ATTRIBUTE = "_meshwright_marks"
 LARGEST_GROUP = 2**16
 LARGEST_STAGE = 4095
 
 Marked = TypeVar("Marked")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """Activations of a unit that are on the host from the forward to the backward pass.
+
+    Attributes
+    ----------
+    prefetch : so many operators before the one that reads it a tensor is called back, at the beginning of the unit's
+        backward pass at the earliest; 0: with the backward pass of the unit behind
+    operators : what is offloaded of the unit: results of these, by the rest of their name behind the unit's; empty: all
+    """
+
+    prefetch: int = 0
+    operators: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +116,7 @@ def offload(module: Marked, backward_prefetch: str | int = "Auto") -> Marked:
 
 
 def prefetched(key: str, value: Any) -> int:
-    """A prefetch as `planner.plans.plan.Swap` has it; ContextError where it is none."""
+    """A prefetch as `Swap` has it; ContextError where it is none."""
     return 0 if value == "Auto" else int(integer(1)(key, value))
 
 

@@ -14,20 +14,20 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
-from planner.exchange.mindspore.errors import ContextError
-from planner.exchange.mindspore.marks import Marks
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.recompute import MODES, recomputed
 from planner.lowering.groups import trained_names
 from planner.lowering.options import keeps_messages, recompute_modes, swaps
-from planner.plans.plan import Plan, Swap, expanded_rules
+from planner.networks.marks import Marks, Swap
+from planner.plans.hints import Hint
+from planner.plans.plan import Plan, expanded_rules
 from planner.plans.request import Pins
 from planner.search.configurations.pin_checks import CHUNKS
-from planner.search.problem.cuts import OperatorCuts
-from planner.search.problem.hints import Hint, first_not_kept
+from planner.search.problem.hints import first_not_kept
 from planner.search.stages.unit_pins import UnitPins
-from simulator.errors import UnsupportedError
+from planner.sharding.cuts import OperatorCuts
+from simulator.errors import ContextError, UnsupportedError
 from simulator.program import Kernel, Phase
 
 WRAPPERS = ("_backbone", "network", "module")

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from planner.exchange.mindspore.errors import ContextError
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
-from simulator.errors import UnsupportedError
+from simulator.errors import ContextError, UnsupportedError
 from simulator.program import Kernel
 
 Parts = tuple[int, ...]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from planner.exchange.mindspore.errors import ContextError
+from simulator.errors import ContextError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from planner.exchange.mindspore.errors import ContextError
+from simulator.errors import ContextError
 
 Check = Callable[[str, Any], Any]
 """Takes a key and a value; gives the value as it is kept."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.exchange.mindspore.marks import Marks
-from planner.exchange.mindspore.placing import PlacedMarks, with_stages
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import Network
+from planner.networks.marks import Marks
+from planner.planning.placing import PlacedMarks, with_stages
 from planner.plans.request import Pins, PlanRequest
 from simulator.errors import InputError
 
