@@ -258,7 +258,7 @@ def _run_job(job: Job, membership: Membership | None, monitor: Monitor | None) -
     if membership is None:
         with kept_on_failure(job.logs) as logs, monitored(logs, job.lowered.devices, monitor):
             return run_workers(train, (replace(job, logs=logs),), job.lowered.devices, logs=logs)[0]
-    settle_worker(owned=False)
+    settle_worker()
     try:
         return train(job, membership)
     except MeshwrightError:
@@ -290,7 +290,7 @@ def _report(
     return ExecutionReport(
         processes=len(results),
         backend=BACKENDS[job.device_type],
-        launcher="torch elastic" if membership is None else membership.launcher,
+        launcher="local processes" if membership is None else membership.launcher,
         rank=0 if membership is None else membership.rank,
         steps=job.steps,
         first_step=job.checkpoints.position.step,

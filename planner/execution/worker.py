@@ -72,15 +72,15 @@ def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
     Without a membership the process is one that `launch.run_workers` started.
     """
     membership = membership or find_membership(os.environ)
-    assert membership is not None  # elastic sets the variables that torchrun does
+    assert membership is not None  # the launcher sets the variables that torchrun does
     with rank_log(job.logs, membership.rank):
         device = _device(job.device_type, membership)
         store = meet(membership, job.join_timeout_s, job.digest)
         watch = Watch(store, membership.rank, membership.world_size, stalls=device.type in SPINNING)
         try:
             # The alarm comes before the group is taken down, which may wait for ranks that know nothing yet.
+            watch.start()
             with watch.explaining(), process_group(_backend(job), store, membership, job.timeout_s), watch.explaining():
-                watch.start()
                 mine = _train_rank(job, device, store, watch)
                 results: list[RankResult] = [mine] * dist.get_world_size()
                 dist.all_gather_object(results, mine)

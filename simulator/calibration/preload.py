@@ -1,7 +1,7 @@
 """Imported once by the server that workers are forked from, so that each of them starts at once."""
 
 import torch
-import torch.distributed.elastic.multiprocessing.api
+import torch.distributed
 import torch.nn.functional
 
 __all__ = ["torch"]

@@ -8,7 +8,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -21,11 +24,21 @@ ALLOCATOR_ENVIRONMENT = {
 """glibc keeps large blocks instead of returning them: without it each large result is paged in anew."""
 
 
+STOPPED_S = 10.0
+"""A process that has been stopped (SIGSTOP) for so long ends the others of its run."""
+LOOK_S = 1.0
+PR_SET_PDEATHSIG = 1
+
+
 def worker_environment() -> dict[str, str]:
-    """Variables that workers on this machine must find when they start; the user's own settings win."""
+    """Variables that workers on this machine must find when they start.
+
+    The user's own settings win, but not over the interface: workers of one machine listen on the loopback alone.
+    """
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    wanted = {**ALLOCATOR_ENVIRONMENT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    wanted = {**ALLOCATOR_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    always = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return {name: value for name, value in wanted.items() if name not in os.environ} | always
 
 
 def worker_threads() -> int:
@@ -46,15 +59,20 @@ def own_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def settle_worker(*, owned: bool) -> None:
-    """Set scheduler and allocator, and tie an owned worker's life to its launcher's.
+def settle_worker(stopped_launcher: Callable[[], None] | None = None) -> None:
+    """Set scheduler and allocator, and tie a local worker's life to its launcher's.
 
     The batch scheduler matters most: gloo's polling threads otherwise spin away whole time slices
     when there are more processes than cores. It must be set before any process group exists.
+
+    Parameters
+    ----------
+    stopped_launcher : callable, optional
+        For workers of this machine's launcher: called before the process ends because its launcher stays stopped.
     """
-    if owned:
+    if stopped_launcher is not None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once and without a traceback
-        _die_with_launcher()
+        _die_with_launcher(stopped_launcher)
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # forbidden in some containers: slower, not wrong
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -76,14 +94,41 @@ def return_free_memory() -> None:
         trim(0)
 
 
-def _die_with_launcher() -> None:
-    """End this process when its launcher is gone, however that ended."""
+def process_state(pid: int) -> str:
+    """The state of a process in Linux's letters, such as ``T`` when it is stopped; empty where there is none to know.
+
+    >>> process_state(os.getpid())
+    'R'
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _die_with_launcher(stopped_launcher: Callable[[], None]) -> None:
+    """End this process when its launcher is gone or stays stopped.
+
+    Linux ends it with its parent, the server that it was forked from, even while it is stopped itself. The server ends
+    with the launcher, and is ended here if it cannot, because it is stopped or because its launcher is.
+    """
+    libc = _libc()
+    server = os.getppid()
+    if libc is not None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = multiprocessing.parent_process()
     if launcher is None:
         return
 
     def watch() -> None:
-        launcher.join()
+        stopped = 0.0
+        while stopped < STOPPED_S and not wait([launcher.sentinel], LOOK_S):
+            stopped = stopped + LOOK_S if process_state(launcher.pid or 0) == "T" else 0.0
+        if stopped:
+            stopped_launcher()
+        if os.getppid() == server != launcher.pid:
+            with suppress(OSError):
+                os.kill(server, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="launcher-watch").start()

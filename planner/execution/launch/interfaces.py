@@ -21,7 +21,7 @@ def name_interface(address: str, port: int) -> str | None:
 
     Returns its name if it was named, and leaves alone what the user has named, and jobs of one host.
     """
-    if VARIABLE in os.environ or not _is_loopback(socket.gethostname()) or _is_loopback(address):
+    if VARIABLE in os.environ or not means_loopback(socket.gethostname()) or means_loopback(address):
         return None
     own = _own_address(address, port)
     found = None if own is None else interface_of(own)
@@ -50,13 +50,22 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _is_loopback(host: str) -> bool:
+def means_loopback(host: str) -> bool:
     """Whether a name stands for this host alone; one that stands for nothing leads no farther."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return True
-    return all(one.startswith("127.") or one == "::1" for one in found)
+    return all(map(says_loopback, found))
+
+
+def says_loopback(host: str) -> bool:
+    """Whether a name says by itself that no other host is meant.
+
+    >>> [says_loopback(host) for host in ("localhost", "127.0.1.1", "::1", "node7")]
+    [True, True, True, False]
+    """
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def _own_address(address: str, port: int) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from planner.execution.launch.interfaces import name_interface
+from planner.execution.launch.interfaces import means_loopback, name_interface, says_loopback
 from planner.execution.launch.membership import Membership
 from simulator.errors import ExecutionError, InputError
 
@@ -20,7 +22,8 @@ LINGER_S = 2.0
 """Rank 0 keeps the meeting point open for this long after it has given up, so that the others see why."""
 SHOWN = 8
 
-IN_USE = ("eaddrinuse", "address already in use", "already in use")
+LISTEN = "MESHWRIGHT_LISTEN"
+"""Variable that names the address at which rank 0 listens, where it is not the one that the others connect to."""
 
 
 def meet(membership: Membership, timeout_s: float, digest: str) -> Store:
@@ -74,6 +77,7 @@ def _store(membership: Membership, timeout_s: float) -> Store:
     """Connect to the store of the launcher's agent, or to that which rank 0 opens."""
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     opens = membership.rank == 0 and not hosted
+    listening = _listen(membership) if opens else None
     try:
         found = TCPStore(
             membership.address,
@@ -82,22 +86,52 @@ def _store(membership: Membership, timeout_s: float) -> Store:
             is_master=opens,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
+            master_listen_fd=None if listening is None else listening.detach(),
         )
     except (RuntimeError, OSError, ValueError) as error:
-        text = _short(error)
         if opens:
-            taken = any(sign in str(error).lower() for sign in IN_USE)
-            reason = "the port is taken" if taken else text
-            raise ExecutionError(
-                f"rank 0 cannot listen at {_place(membership)}: {reason}; set MASTER_PORT to a free port on rank 0's "
-                "host, the same for all"
-            ) from error
+            raise _cannot_listen(membership, _short(error)) from error
         raise ExecutionError(
             f"rank {membership.rank} of {membership.world_size} did not reach {_place(membership)} within "
             f"{timeout_s:g} s; check that rank 0 runs there and that the port is open, or give --join-timeout more"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"meshwright/{attempt}", found)
+
+
+def _listen(membership: Membership) -> socket.socket:
+    """Listen where the job says that rank 0 is, or where the user says, and nowhere else.
+
+    Left to itself the store would listen on all interfaces of the host.
+    """
+    address = os.environ.get(LISTEN) or membership.address
+    try:
+        found = socket.getaddrinfo(address, membership.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _cannot_listen(membership, f"{address} is no address ({error.strerror})") from error
+    family, _, _, _, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    several = membership.local_size < membership.world_size
+    if several and means_loopback(address) and not says_loopback(address):
+        raise _cannot_listen(
+            membership, f"on this host the name {address} stands for {place[0]}, which no other host reaches"
+        )
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listening.close()
+        taken = error.errno == errno.EADDRINUSE
+        raise _cannot_listen(membership, "the port is taken" if taken else str(error.strerror)) from error
+    return listening
+
+
+def _cannot_listen(membership: Membership, reason: str) -> ExecutionError:
+    return ExecutionError(
+        f"rank 0 cannot listen at {_place(membership)}: {reason}; set MASTER_PORT to a free port and MASTER_ADDR to an "
+        f"address of rank 0's host, the same for all, or {LISTEN} to the address that rank 0 listens at"
+    )
 
 
 def _wait(store: Store, membership: Membership, end: float, timeout_s: float) -> None:

@@ -17,10 +17,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from planner.execution.verification import TOLERANCES, relative_difference
-from simulator.calibration.launch import is_peer_failure
+from simulator.calibration.launch import is_peer_failure, record_failure
 from simulator.errors import ExecutionError
 
 BEAT_S = 1.0
@@ -244,7 +243,7 @@ class Watch:
 
     def _stop(self, text: str) -> None:
         """End this process, whose main thread does not come back."""
-        get_error_handler().record_exception(ExecutionError(text))
+        record_failure(ExecutionError(text))
         sys.stderr.write(f"meshwright: {text}\n")
         sys.stderr.flush()
         self._end(FAILED)

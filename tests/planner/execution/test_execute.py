@@ -47,7 +47,7 @@ def test_a_strategy_file_trains_as_one_process_does(mlp, tmp_path):
     assert report.verified
     assert report.max_loss_difference < 1e-10
     assert len(report.losses) == len(report.reference_losses) == report.steps == 4
-    assert (report.processes, report.backend, report.launcher, report.rank) == (2, "gloo", "torch elastic", 0)
+    assert (report.processes, report.backend, report.launcher, report.rank) == (2, "gloo", "local processes", 0)
     times = report.measured_step_time_s
     assert 0 < times.p10 <= times.median <= times.p90
     assert report.error == pytest.approx(report.predicted_step_time_s / times.median - 1)

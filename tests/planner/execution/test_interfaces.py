@@ -34,7 +34,7 @@ def test_the_way_to_the_meeting_point_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(VARIABLE, "")  # so that what is named here goes with the test
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(interfaces, "_own_address", lambda *_: LOOPBACK)
-    monkeypatch.setattr(interfaces, "_is_loopback", lambda host: host == socket.gethostname())
+    monkeypatch.setattr(interfaces, "means_loopback", lambda host: host == socket.gethostname())
     assert name_interface("host0", 29400) == interface_of(LOOPBACK) == os.environ[VARIABLE]
 
 
@@ -46,7 +46,7 @@ def test_what_works_is_left_alone(case: str, monkeypatch: pytest.MonkeyPatch) ->
     answers = {"one host": True, "named well": False}
     alone = answers.get(case)
     monkeypatch.setattr(
-        interfaces, "_is_loopback", lambda host: host == socket.gethostname() if alone is None else alone
+        interfaces, "means_loopback", lambda host: host == socket.gethostname() if alone is None else alone
     )
     monkeypatch.setattr(interfaces, "_own_address", lambda *_: None)
     assert name_interface("host0", 29400) is None
