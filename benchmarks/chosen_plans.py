@@ -24,10 +24,10 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.predicted_runs import LIMIT_S, Predictor
-from benchmarks.published_runs import NotCoveredError, Run, read_run
+from benchmarks.predicted_runs import LIMIT_S, Predictor, measured_run
 from planner.planning.rescoring import RESCORED
 from planner.published.metrics import choice_of
+from planner.published.pinned import NotPinnedError, PinnedRun
 from planner.published.reading import read_measurements
 from simulator.errors import MeshwrightError
 
@@ -52,18 +52,18 @@ class Workload:
 
     file: str
     name: str
-    plans: Mapping[Run, float]
+    plans: Mapping[PinnedRun, float]
 
 
 def workloads(measurements: Path, files: Sequence[str], reasons: Reasons) -> list[Workload]:
     """Workloads with several measured plans."""
-    found: dict[tuple[str, str], dict[Run, list[float]]] = {}
+    found: dict[tuple[str, str], dict[PinnedRun, list[float]]] = {}
     for path in sorted(measurements.glob("*.csv")):
         name = path.name.split("_")[0]
         for row in read_measurements(path) if name in files else ():
             try:
-                run = read_run(row, told=True)
-            except NotCoveredError as error:
+                run = measured_run(row)
+            except NotPinnedError as error:
                 reasons.add(name, error)
                 continue
             found.setdefault((name, row.workload), {}).setdefault(run, []).append(row.measured_time_s)
@@ -84,14 +84,14 @@ def ranked(workload: Workload, predictor: Predictor, simulated: int, reasons: Re
     for run, measured in workload.plans.items():
         try:
             lines.append({"run": run, "predicted": predictor.closed_form_s(run), "measured": measured})
-        except (NotCoveredError, MeshwrightError) as error:
+        except (NotPinnedError, MeshwrightError) as error:
             reasons.add(workload.file, error)
     table = pd.DataFrame(lines, columns=["run", "predicted", "measured"])
     table = table.sort_values("predicted", kind="stable").reset_index(drop=True).assign(step=np.inf)
     for place in range(min(simulated, len(table))):
         try:
             table.loc[place, "step"] = predictor.simulated_s(table.run[place])
-        except (NotCoveredError, MeshwrightError) as error:
+        except (NotPinnedError, MeshwrightError) as error:
             reasons.add(workload.file, error)
     return table.sort_values(["step", "predicted"], kind="stable")
 
@@ -117,7 +117,7 @@ def regret(workload: Workload, table: pd.DataFrame) -> dict[str, object] | None:
     }  # fmt: skip
 
 
-def _said(run: Run) -> str:
+def _said(run: PinnedRun) -> str:
     norms = f"norms {run.norms}" if run.norms else ""
     return " ".join(filter(None, [*(f"{name}={value}" for name, value in run.pins), run.attention, norms]))
 

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.predicted_runs import PROFILES, Predictor
-from benchmarks.published_runs import Run
 from planner.cost.software_file import shipped_software
 from planner.cost.stacks import family_of, usual_launch_s
 from planner.published.estimate.columns import FloatArray
+from planner.published.pinned import PinnedRun
 from planner.published.step_factors import (
     NAMES,
     PlannedSteps,
@@ -37,7 +37,7 @@ ENOUGH = 8
 INSIDE = 0.9
 
 
-def responses(predictor: Predictor, run: Run) -> dict[str, float]:
+def responses(predictor: Predictor, run: PinnedRun) -> dict[str, float]:
     """Seconds of a run without corrections, and how they grow with the factor of each kind of work."""
     neutral = predictor.closed_form_s(run, _with({}))
     grown = {name: predictor.closed_form_s(run, _with({f"planned_{name}": RAISED})) for name in NAMES}

@@ -31,9 +31,9 @@ from joblib import Parallel, delayed
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.predicted_runs import LIMIT_S, Predictor
-from benchmarks.published_runs import NotCoveredError, Run, read_run
+from benchmarks.predicted_runs import LIMIT_S, Predictor, as_usual, measured_run
 from benchmarks.step_corrections import corrections, responses, write_corrections
+from planner.published.pinned import NotPinnedError, PinnedRun
 from planner.published.reading import MeasuredRow, read_measurements
 from simulator.errors import MeshwrightError
 from simulator.hardware import load_profile
@@ -48,7 +48,7 @@ class Published:
     """A run and the rows that measured it."""
 
     file: str
-    run: Run
+    run: PinnedRun
     rows: tuple[MeasuredRow, ...]
 
     @property
@@ -59,14 +59,14 @@ class Published:
 
 def published(measurements: Path, most: int) -> tuple[list[Published], dict[tuple[str, str], int]]:
     """Covered runs, at most so many of a source, and how many rows of each file were left out for which reason."""
-    sources: dict[str, dict[Run, list[tuple[str, MeasuredRow]]]] = {}
+    sources: dict[str, dict[PinnedRun, list[tuple[str, MeasuredRow]]]] = {}
     skipped = dict[tuple[str, str], int]()
     for path in sorted(measurements.glob("*.csv")):
         name = path.name.split("_")[0]
         for row in read_measurements(path) if name not in LEFT_OUT else ():
             try:
-                run = read_run(row, stages=True)
-            except NotCoveredError as error:
+                run = as_usual(measured_run(row))
+            except NotPinnedError as error:
                 skipped[name, str(error)] = skipped.get((name, str(error)), 0) + 1
                 continue
             sources.setdefault(row.source, {}).setdefault(run, []).append((name, row))
@@ -95,7 +95,7 @@ def compare(
         try:
             predicted = predictor.simulated_s(item.run) if simulated else predictor.closed_form_s(item.run)
             grows = responses(predictor, item.run) if with_responses else {}
-        except (NotCoveredError, MeshwrightError) as error:
+        except (NotPinnedError, MeshwrightError) as error:
             key = (item.file, str(error).split(";")[0])
             skipped[key] = skipped.get(key, 0) + len(item.rows)
             continue

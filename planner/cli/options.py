@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.terminal import DEBUG_KEY
-from planner.plans.request import COPIES, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, read_order
+from planner.plans.request import COPIES, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, read_order, read_stage_layers
 from simulator.errors import InputError
 
 MAX_DEVICES = 2**20
@@ -254,6 +254,8 @@ def _pin_value(pin: str, key: str, value: str) -> str:
         return str(int(value))
     if key == "order":
         read_order(value)
+    if key == "stage_layers":
+        read_stage_layers(value)
     if key in _WORDS and value not in _WORDS[key]:
         raise InputError(f"--pin {pin!r}: {value!r} is no value of {key}; {nearest(value, _WORDS[key])}")
     return value

@@ -6,6 +6,7 @@ import datetime as dt
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,11 +18,18 @@ from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.published.predictions import Predictor
     from planner.published.reading import MeasuredRow
     from planner.published.results import AccuracyResult, Metrics, ScoredRow
 
 _SHOWN_FAULTS = 20
+
+
+class PredictorPath(StrEnum):
+    """Which code predicts the rows."""
+
+    ESTIMATE = "estimate"
+    PLAN = "plan"
+    BOTH = "both"
 
 
 def validate(
@@ -37,6 +45,14 @@ def validate(
             help="Fit anew without each source, too, and predict it by that fit: what strangers can expect. Minutes.",
         ),
     ] = False,
+    path: Annotated[
+        PredictorPath,
+        typer.Option(
+            "--path",
+            help="What predicts: formulas fitted to the rows (estimate), the plan of each row, pinned whole (plan), or "
+            "both, side by side.",
+        ),
+    ] = PredictorPath.ESTIMATE,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -53,7 +69,7 @@ def validate(
     reason names file, line and column).
     """
     from planner.published.metrics import accuracy_of
-    from planner.published.predictions import prediction_lines, score
+    from planner.published.predictions import prediction_lines
     from planner.published.reading import read_measurements
     from planner.published.results import AccuracyResult
     from simulator.whole_file import write_whole
@@ -65,23 +81,42 @@ def validate(
     if report is not None:
         _check_folder(report)
         check_out("--report", report / "predictions.csv", measurements)
-    with terminal.counting("predicting", len(rows)) as advance:
-        scored = score(rows, _predictor(), _steps(advance))
-    if out is not None:
-        write_whole(out, prediction_lines(scored))
+    if leave_one_source_out and path is PredictorPath.PLAN:
+        raise InputError("--leave-one-source-out fits the formulas anew, and --path plan uses none; use --path both")
     _report_faults(terminal, rows)
+    scored = _estimated(terminal, rows) if path is not PredictorPath.PLAN else []
+    planned = _planned(terminal, rows) if path is not PredictorPath.ESTIMATE else []
+    if out is not None:
+        write_whole(out, prediction_lines(scored or planned, planned if scored else ()))
     left_out = accuracy_of(_left_out(terminal, rows)) if leave_one_source_out else None
-    result = AccuracyResult(fitted=accuracy_of(scored), left_out=left_out)
+    result = AccuracyResult(
+        fitted=accuracy_of(scored or planned),
+        left_out=left_out,
+        planned=accuracy_of(planned) if scored and planned else None,
+    )
     if report is not None:
         _write_report(terminal, report, result, measurements)
     _show(terminal, result, out, report)
 
 
-def _predictor() -> Predictor:
+def _estimated(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
+    """Every row predicted by the fitted formulas."""
     from planner.cost.software_file import shipped_software
     from planner.published.estimate.predict import predict_runs
+    from planner.published.predictions import score
 
-    return partial(predict_runs, software=shipped_software())
+    with terminal.counting("predicting", len(rows)) as advance:
+        return score(rows, partial(predict_runs, software=shipped_software()), _steps(advance))
+
+
+def _planned(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
+    """Every row predicted by its pinned plan."""
+    from planner.published.planned import predict_planned
+    from planner.published.predictions import score
+
+    runs = sum(row.run is not None for row in rows)
+    with terminal.counting("planning", runs) as advance:
+        return score(rows, partial(predict_planned, advance=_steps(advance)), together=max(1, len(rows)))
 
 
 def _left_out(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
@@ -166,12 +201,13 @@ def accuracy_document(result: AccuracyResult, out: Path | None) -> dict[str, Any
         "by_group": {name: _metrics_document(figures) for name, figures in result.fitted.by_group.items()},
         "out": None if out is None else str(out),
     }
-    if result.left_out is not None:
-        document["leave_one_source_out"] = {
-            "all": _metrics_document(result.left_out.overall),
-            "by_source": {name: _metrics_document(figures) for name, figures in result.left_out.by_source.items()},
-            "by_group": {name: _metrics_document(figures) for name, figures in result.left_out.by_group.items()},
-        }
+    for name, accuracy in (("leave_one_source_out", result.left_out), ("plan", result.planned)):
+        if accuracy is not None:
+            document[name] = {
+                "all": _metrics_document(accuracy.overall),
+                "by_source": {name: _metrics_document(figures) for name, figures in accuracy.by_source.items()},
+                "by_group": {name: _metrics_document(figures) for name, figures in accuracy.by_group.items()},
+            }
     return document
 
 

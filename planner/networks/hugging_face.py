@@ -93,6 +93,10 @@ MODEL_TYPES = {
     ),
 }
 """Model types whose capture is tested."""
+PREDICTED = "max_predictions_per_seq"
+"""Key of how many positions of a sample a masked network predicts, which are the first ones here: all cost the same.
+
+It is named as in the data scripts of BERT; configs of transformers have no such key, and predict every position."""
 WITH_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")
 _DENSE_LAYERS: Mapping[str, int] = {"deepseek_v2": 0, "deepseek_v3": 3}
 """Layers in front whose feed-forward layers are no experts, where a config does not say."""
@@ -134,6 +138,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     notes: tuple[str, ...] = (f"dropout is left out ({', '.join(dropout)} of the config)",) if dropout else ()
     if kind in WITH_EXPERTS:
         notes += (EXPERTS_NOTE,)
+    predicted = _predicted(path, kind, settings, length)
     adapters, content = None, json.dumps({"hf": kind, **settings}, sort_keys=True)
     if adapted is not None:
         adapters, more = read_adapters(adapted, _read(adapted))
@@ -148,7 +153,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         default_optimizer="adamw",
         sequence_length=length,
         inputs=language_inputs(vocabulary, length, masked=model.masked),
-        make=partial(_make, (str(path), str(adapted)), kind, settings, length, adapters),
+        make=partial(_make, (str(path), str(adapted)), kind, settings, (length, predicted), adapters),
         depth=layers,
         # Nothing goes back into a first block behind frozen embeddings, which makes it unlike the others.
         captured_blocks=_captured_blocks(path, kind, settings) + (adapters is not None),
@@ -158,6 +163,18 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         if adapters is None and (length > 1 or kind != "mixtral")
         else None,
     )
+
+
+def _predicted(path: Path, kind: str, settings: Mapping[str, Any], length: int) -> int | None:
+    """Positions of a sample whose tokens a masked network predicts; None where all are."""
+    if settings.get(PREDICTED) is None:
+        return None
+    if not MODEL_TYPES[kind].masked:
+        raise NetworkError(f"{path}: key {PREDICTED!r} is for masked networks, not for {kind!r}; leave it out")
+    count = _size(path, settings, PREDICTED, 1)
+    if count > length:
+        raise NetworkError(f"{path}: key {PREDICTED!r} is {count}, more than the {length} tokens; correct it")
+    return count
 
 
 def _captured_blocks(path: Path, kind: str, settings: Mapping[str, Any]) -> int:
@@ -238,8 +255,8 @@ def _check_window(path: Path, settings: Mapping[str, Any], length: int) -> None:
 
 
 def _make(
-    paths: tuple[str, str], kind: str, settings: Mapping[str, Any], length: int, adapters: Adapters | None,
-    depth: int | None,
+    paths: tuple[str, str], kind: str, settings: Mapping[str, Any], lengths: tuple[int, int | None],
+    adapters: Adapters | None, depth: int | None,
 ) -> nn.Module:  # fmt: skip
     try:
         from planner.networks.hugging_face_modules import make_module
@@ -247,7 +264,8 @@ def _make(
         raise InputError(f"hf: networks need transformers ({error}); install meshwright[hf]") from error
     if depth is not None:
         settings = {**settings, MODEL_TYPES[kind].layers[0]: depth}
-    module = make_module(paths[0], kind, settings, length)
+    settings = {key: value for key, value in settings.items() if key != PREDICTED}
+    module = make_module(paths[0], kind, settings, *lengths)
     if adapters is not None:
         from planner.networks.adapted_modules import adapt
 

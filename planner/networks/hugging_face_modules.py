@@ -37,7 +37,23 @@ class LanguageModel(nn.Module):
         return mean_cross_entropy(self.model(input_ids=tokens).logits, targets)
 
 
-def make_module(path: str, kind: str, settings: Mapping[str, Any], length: int) -> nn.Module:
+class MaskedModel(LanguageModel):
+    """A masked model of transformers whose loss is taken at the first `predicted` positions."""
+
+    def __init__(self, model: nn.Module, predicted: int) -> None:
+        super().__init__(model)
+        self.predicted = predicted
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Loss of tokens against targets, both ``(batch, length)``."""
+        model: Any = self.model
+        hidden = model.bert(input_ids=tokens).last_hidden_state[:, : self.predicted]
+        return mean_cross_entropy(model.cls(hidden), targets[:, : self.predicted])
+
+
+def make_module(
+    path: str, kind: str, settings: Mapping[str, Any], length: int, predicted: int | None = None
+) -> nn.Module:
     """Make the module of a checked config; transformers' own complaints name the file."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
@@ -54,7 +70,7 @@ def make_module(path: str, kind: str, settings: Mapping[str, Any], length: int) 
     auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
     model: nn.Module = auto.from_config(config, attn_implementation=IMPLEMENTATION)  # type: ignore[no-untyped-call]
     _simplify(model, config, length)
-    return LanguageModel(model)
+    return LanguageModel(model) if predicted is None else MaskedModel(model, predicted)
 
 
 def _check(path: str, kind: str, config: PreTrainedConfig) -> None:

@@ -35,6 +35,8 @@ SIMULATED = frozenset(
         "copies",
         "recompute_messages",
         "offload_activations",
+        "stage_layers",
+        "recompute_layers",
     }
 )
 """Pins whose cost only simulation tells: the closed form does not tell parameters apart, nor where on the host

@@ -29,7 +29,7 @@ from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
 from planner.search.patience import Patience
 from planner.search.problem.hints import told_apart
-from planner.search.stages.unit_pins import FREE, UnitPins
+from planner.search.stages.unit_pins import FREE, UnitPins, of_layers
 from planner.search.units.hinted import StageHints
 from simulator.caches import in_caches
 from simulator.errors import InputError
@@ -179,6 +179,14 @@ def _travelling(pins: Pins, graph: OperatorGraph) -> Travel:
 def _unit_pins(placed: PlacedMarks | None, pins: Pins, units: Chain, hardware: Hardware) -> UnitPins:
     """What marks and pins fix of single units."""
     found = placed.unit_pins() if placed else FREE
+    if pins.stage_layers is not None or pins.recompute_layers is not None:
+        if found:
+            raise InputError(
+                "pins stage_layers and recompute_layers and marks of single modules both say where stages begin or "
+                "what computes again; leave one of them out"
+            )
+        counts = [unit.count for unit in units.units]
+        found = of_layers(counts, pins.stage_layers, pins.recompute_layers or 0, pins.vpp or 1)
     if pins.recompute_messages is not None:
         found = replace(found, keeps=(not pins.recompute_messages,) * len(units.names()))
     if pins.offload_activations is not None:

@@ -27,7 +27,7 @@ SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propag
 BY_SAMPLES = ("data_parallel", "hybrid_parallel")
 """Modes that cut nothing but the batch."""
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
-DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", "shard_size")
+DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", "shard_size", "recompute_layers")
 WORDS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
@@ -46,7 +46,7 @@ SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_thres
 COPIES = ("1", "2")
 AXES_BY_PIN: Mapping[str, str] = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}
 """Axes of a plan by the pins of their degrees, in the usual order: tensor ranks are neighbours."""
-PIN_NAMES = (*DEGREES, *WORDS, *FLAGS, *SIZES, "copies", "order")
+PIN_NAMES = (*DEGREES, *WORDS, *FLAGS, *SIZES, "copies", "order", "stage_layers")
 
 ParameterStorage = Literal["free", "replicated", "sharded"]
 _STORAGE: Mapping[str | None, ParameterStorage] = {
@@ -111,7 +111,9 @@ class Pins:
     have of experts: part of the ``width`` of each, or ``whole`` ones of their own, as those of an expert axis. With
     ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products, else behind them. ``order`` names
     axes as the pins of their degrees do, from the one whose ranks lie farthest apart to the one whose ranks are
-    neighbours; those that it leaves out lie where they like.
+    neighbours; those that it leaves out lie where they like. ``stage_layers`` are the layers of every chunk of a
+    pipeline, in the order of the network; ``recompute_layers`` says how many layers of a stage compute again, the first
+    ones of each of its chunks.
     """
 
     dp: int | None = None
@@ -142,6 +144,8 @@ class Pins:
     sharding_threshold_kb: int | None = None
     copies: int | None = None
     order: tuple[str, ...] | None = None
+    stage_layers: tuple[int, ...] | None = None
+    recompute_layers: int | None = None
     batch_only: bool = False
     by_unit: bool = False
 
@@ -171,7 +175,7 @@ class Pins:
         """What is pinned, by name, as it would be written."""
         values = {name: getattr(self, name) for name in PIN_NAMES}
         return {
-            name: "-".join(value) if isinstance(value, tuple) else str(value).lower()
+            name: "-".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
             for name, value in values.items()
             if value is not None
         }
@@ -215,7 +219,18 @@ def read_order(text: str) -> tuple[str, ...]:
     return names
 
 
-def _value(name: str, text: str) -> int | str | bool | tuple[str, ...]:
+def read_stage_layers(text: str) -> tuple[int, ...]:
+    """Read how many layers every chunk has, ``8-8-7-7``; InputError where a part is no positive number."""
+    parts = text.split("-")
+    if not all(part.isdecimal() and part.isascii() and len(part) < 7 and int(part) for part in parts):
+        raise InputError(
+            f"pin stage_layers={text}: write how many layers every chunk of the pipeline has, each at least 1, for "
+            "example --pin stage_layers=8-8-7-7"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _value(name: str, text: str) -> int | str | bool | tuple[str, ...] | tuple[int, ...]:
     one_of(name, PIN_NAMES, "pin")
     if name in DEGREES:
         return _degree(name, text)
@@ -227,6 +242,8 @@ def _value(name: str, text: str) -> int | str | bool | tuple[str, ...]:
         return int(one_of(text, COPIES, name))
     if name == "order":
         return read_order(text)
+    if name == "stage_layers":
+        return read_stage_layers(text)
     return one_of(text, WORDS[name], name)
 
 
@@ -261,7 +278,27 @@ def read_pins(request: PlanRequest) -> Pins:
             "pins recompute=none recompute_messages=false: nothing computes again whose messages could be kept; use "
             "--pin recompute=full or selective, or leave recompute_messages out"
         )
-    return _in_copies(_offloaded(_overlapped(pins)))
+    return _layered(_in_copies(_offloaded(_overlapped(pins))))
+
+
+def _layered(pins: Pins) -> Pins:
+    """Stages of the layers that are said; InputError where their number or what else is pinned contradicts them."""
+    if pins.recompute_layers is not None and pins.recompute is not None:
+        raise InputError(
+            f"pins recompute={pins.recompute} recompute_layers={pins.recompute_layers}: both say which layers compute "
+            "again; leave one of them out"
+        )
+    if pins.stage_layers is not None:
+        chunks, virtual = len(pins.stage_layers), pins.vpp or 1
+        if chunks % virtual or chunks // virtual != (pins.pp or chunks // virtual):
+            degrees = " ".join(f"{name}={value}" for name, value in (("pp", pins.pp), ("vpp", pins.vpp)) if value)
+            raise InputError(
+                f"pins {degrees} stage_layers={pins.named()['stage_layers']}: {chunks} numbers of layers are not those "
+                f"of {(pins.pp or 1) * virtual} chunks; give one for each of pp x vpp chunks"
+            )
+        pins = replace(pins, pp=chunks // virtual)
+    by_unit = pins.by_unit or pins.recompute_layers is not None or len(pins.stage_layers or ()) > 1
+    return replace(pins, by_unit=by_unit)
 
 
 def _overlapped(pins: Pins) -> Pins:

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from planner.cost.stacks import Stack
 from planner.published.aims import group_of
@@ -20,12 +21,14 @@ from planner.published.reading_suites import CHOSEN_TO_FIT
 from planner.published.results import ScoredRow
 from simulator.errors import MeshwrightError
 
-Predictor = Callable[[Sequence[TrainingRun]], Sequence[RunPrediction]]
+Predictor = Callable[[Sequence[TrainingRun]], Sequence[RunPrediction | MeshwrightError]]
+"""Predicts runs; an error in place of a prediction says why one run has none."""
 OK, SKIPPED, ERROR = "ok", "skipped", "error"
 COLUMNS = (
     "row_id", "status", "predicted_step_time_s", "interval_low_s", "interval_high_s", "predicted_peak_memory_gib",
     "predicted_outcome", "label", "reason",
 )  # fmt: skip
+RECOMPUTED = "memory with full recomputation, without which it does not fit"
 _GIB = 2**30
 _CHUNK = 512
 _TUNED_STACKS = (Stack.TRANSFORMER_ENGINE, Stack.EAGER, Stack.COMPILED, Stack.MINDSPEED, Stack.MINDSPORE)
@@ -33,12 +36,19 @@ _TUNED_STACKS = (Stack.TRANSFORMER_ENGINE, Stack.EAGER, Stack.COMPILED, Stack.MI
 
 
 def score(
-    rows: Sequence[MeasuredRow], predict: Predictor, advance: Callable[[int], None] | None = None
+    rows: Sequence[MeasuredRow],
+    predict: Predictor,
+    advance: Callable[[int], None] | None = None,
+    *,
+    together: int = _CHUNK,
 ) -> list[ScoredRow]:
-    """Predict every row that has a run; one row each, in order. `advance` is told how many rows were done."""
+    """Predict every row that has a run; one row each, in order. `advance` is told how many rows were done.
+
+    `predict` gets the runs of so many rows `together`.
+    """
     scored: list[ScoredRow] = []
-    for start in range(0, len(rows), _CHUNK):
-        chunk = rows[start : start + _CHUNK]
+    for start in range(0, len(rows), together):
+        chunk = rows[start : start + together]
         outcomes = iter(predict_each([row.run for row in chunk if row.run is not None], predict))
         scored.extend(_scored(row, next(outcomes) if row.run is not None else None) for row in chunk)
         if advance is not None:
@@ -55,7 +65,7 @@ def predict_each(runs: Sequence[TrainingRun], predict: Predictor) -> list[RunPre
     if not runs:
         return []
     try:
-        return [_finite(prediction) for prediction in predict(runs)]
+        return [p if isinstance(p, MeshwrightError) else _finite(p) for p in predict(runs)]
     except (MeshwrightError, ArithmeticError, LookupError, ValueError) as error:
         if len(runs) == 1:
             return [error]
@@ -63,10 +73,10 @@ def predict_each(runs: Sequence[TrainingRun], predict: Predictor) -> list[RunPre
         return [*predict_each(runs[:middle], predict), *predict_each(runs[middle:], predict)]
 
 
-def _finite(prediction: RunPrediction) -> RunPrediction:
+def _finite(prediction: RunPrediction) -> RunPrediction | ArithmeticError:
     figures = (prediction.step_time_s, *prediction.interval_s, prediction.peak_memory_bytes)
     if not all(math.isfinite(figure) for figure in figures) or prediction.step_time_s <= 0:
-        raise ArithmeticError(f"a step of {prediction.step_time_s} s is no prediction")
+        return ArithmeticError(f"a step of {prediction.step_time_s} s is no prediction")
     return prediction
 
 
@@ -85,11 +95,12 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | Exception | None) -> Scor
             measured_outcome=row.outcome,
             transformer=row.transformer,
         )
-    reason, fits = row.reason, outcome.fits or CHOSEN_TO_FIT in row.run.assumed
+    fits = outcome.fits or CHOSEN_TO_FIT in row.run.assumed
+    reason = "; ".join(filter(None, (row.reason, *outcome.notes)))
     figures, peak = outcome.memory_figures, outcome.peak_memory_bytes
-    smaller = None if fits else _recomputed(row.run)
+    smaller = _recomputed(row.run) if figures and not fits else None
     if smaller is not None:
-        fits, reason = True, f"{reason}; memory with full recomputation, without which it does not fit"
+        fits, reason = True, f"{reason}; {RECOMPUTED}"
         figures, peak = {str(kind): value for kind, value in smaller.figures().items()}, smaller.reserved_bytes
     return ScoredRow(
         row_id=row.row_id,
@@ -114,33 +125,43 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | Exception | None) -> Scor
     )
 
 
-def _recomputed(run: TrainingRun) -> MemoryEstimate | None:
-    """Memory of a tuned run with full recomputation, where the row does not say whether it recomputed."""
+def recomputing(run: TrainingRun) -> TrainingRun | None:
+    """A tuned run with full recomputation, where the row does not say whether it recomputed; else None."""
     unstated = f"recomputation not stated: {Recompute.NONE}" in run.assumed and isinstance(
         run.network, TransformerShape
     )
     if not unstated or run.setup.stack not in _TUNED_STACKS:
         return None
-    memory = training_memory(replace(run, setup=replace(run.setup, recompute=Recompute.FULL)))
-    return memory if memory.fits else None
+    return replace(run, setup=replace(run.setup, recompute=Recompute.FULL))
+
+
+def _recomputed(run: TrainingRun) -> MemoryEstimate | None:
+    other = recomputing(run)
+    memory = training_memory(other) if other is not None else None
+    return memory if memory is not None and memory.fits else None
 
 
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def prediction_lines(rows: Sequence[ScoredRow]) -> Iterator[str]:
-    """The lines of a prediction file: a header, then one row each."""
-    yield _line(COLUMNS)
-    for row in rows:
-        low, high = row.interval_s or (None, None)
-        memory = None if row.predicted_memory_bytes is None else row.predicted_memory_bytes / _GIB
-        yield _line(
-            (
-                row.row_id, row.status, _number(row.predicted_step_time_s), _number(low), _number(high),
-                _number(memory), row.predicted_outcome, row.label, row.reason,
-            )
-        )  # fmt: skip
+def prediction_lines(rows: Sequence[ScoredRow], planned: Sequence[ScoredRow] = ()) -> Iterator[str]:
+    """The lines of a prediction file: a header, then one row each.
+
+    Where the same rows were `planned` as well, what that gives follows in columns of its own.
+    """
+    yield _line((*COLUMNS, *(f"planned_{name}" for name in COLUMNS[1:] if planned)))
+    for row, other in zip_longest(rows, planned):
+        yield _line((row.row_id, *_cells(row), *(_cells(other) if other is not None else ())))
+
+
+def _cells(row: ScoredRow) -> tuple[str, ...]:
+    low, high = row.interval_s or (None, None)
+    memory = None if row.predicted_memory_bytes is None else row.predicted_memory_bytes / _GIB
+    return (
+        row.status, _number(row.predicted_step_time_s), _number(low), _number(high), _number(memory),
+        row.predicted_outcome, row.label, row.reason,
+    )  # fmt: skip
 
 
 def _number(value: float | None) -> str:

@@ -146,7 +146,18 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyResult:
-    """The same rows predicted twice: fitted on everything, and each source by a fit that never saw it."""
+    """The same rows predicted in several ways.
+
+    Attributes
+    ----------
+    fitted
+        By coefficients fitted on everything; by pinned plans where these alone are asked for.
+    left_out
+        Each source by a fit that never saw it.
+    planned
+        By pinned plans, where both predictors are asked for.
+    """
 
     fitted: Accuracy
     left_out: Accuracy | None = None
+    planned: Accuracy | None = None

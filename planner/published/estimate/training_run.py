@@ -336,3 +336,5 @@ class RunPrediction:
     breakdown: dict[str, float]
     memory: dict[str, float]
     memory_figures: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What stands in for what the prediction cannot express."""

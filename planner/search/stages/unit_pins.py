@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 
 from planner.networks.marks import Swap
 from planner.search.stages.fragments import Fragments, IntArray
+from planner.search.units.records import RECOMPUTE
+from simulator.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +79,43 @@ class UnitPins:
 
 FREE = UnitPins()
 """Nothing is fixed."""
+
+
+def of_layers(counts: Sequence[int], stage_layers: Sequence[int] | None, again: int, virtual: int) -> UnitPins:
+    """Stages of the given layers, and the layers that compute again.
+
+    Layers are the units up to the end of the longest row of equal ones; what lies before the given layers, such as an
+    embedding, belongs to the first chunk, what lies behind them to the last. Each chunk of a rank computes as many of
+    its layers again, the first ones (method ``block`` of Megatron-LM's ``--recompute-num-layers``).
+
+    Parameters
+    ----------
+    counts
+        Equal units in each row of units, in model order.
+    stage_layers
+        Layers of each chunk; None for one chunk of the longest row.
+    again
+        Layers of a rank that compute again; 0: none is said.
+    virtual
+        Chunks of a rank.
+
+    Raises
+    ------
+    InputError
+        The chunks have more layers than the network.
+    """
+    last = sum(counts[: counts.index(max(counts)) + 1])
+    layers = tuple(stage_layers) if stage_layers is not None else (max(counts),)
+    front = last - sum(layers)
+    if front < 0:
+        raise InputError(
+            f"pin stage_layers={'-'.join(map(str, layers))}: {sum(layers)} layers, but the network has {last}; give "
+            "numbers that add up to its layers"
+        )
+    ends = [front + end for end in accumulate(layers)]
+    modes = [0] * sum(counts) if again else []
+    for begin, end in zip([front, *ends], ends, strict=False):
+        recomputed = min(again // virtual, end - begin)
+        modes[begin : begin + recomputed] = [RECOMPUTE.index("full")] * recomputed
+    cuts = tuple(range(end, end + 1) for end in ends[:-1])
+    return UnitPins(cuts=cuts, virtual=virtual, modes=tuple(modes))

@@ -1,0 +1,340 @@
+"""Published training runs as pinned plans: a `TrainingRun` in the words of a plan request.
+
+What a row states, and what stands in where it states nothing, is `planner.published.reading`'s to say. Here a run
+becomes a network, pins that leave the search nothing to choose, and the software that it runs on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from planner.cost.memory_traits import traits_of
+from planner.cost.software import SOFTWARE
+from planner.cost.stacks import AttentionKernel, Stack
+from planner.cost.work import OPTIMIZERS
+from planner.plans.exchange import UNASKED, Exchange
+from planner.published.estimate.layered.sequence import padded_frames
+from planner.published.estimate.stage_parameters import local_vocabulary
+from planner.published.estimate.training_run import (
+    LayeredNetwork,
+    OptimizerSharding,
+    Recompute,
+    TrainingRun,
+    TrainingSetup,
+    TransformerShape,
+)
+from planner.search.problem.hints import Hint, hint
+from simulator.errors import UnsupportedError
+
+OF_FRAMES = "frames_"
+"""How factories of `planner.networks.quartznet` begin, whose module needs torch."""
+RESNETS = ("resnet50", "resnet50v1_5", "resnet50_v1_5", "rn50v1_5")
+FOLDED = ("zbv", "dualpipe")
+"""Schedules whose ranks hold two stages each, which the planner cuts."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv")
+ORDER = "pp-dp-cp-tp"
+"""Megatron-LM and DeepSpeed lay tensor ranks out next to each other and stages farthest apart
+(``megatron/core/parallel_state.py``, ``deepspeed/runtime/pipe/topology.py``)."""
+EXPERTS_ORDER = "pp-dp-cp-ep-tp"
+ADAPTERS = json.dumps({"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": "all-linear"})
+"""Those of Megatron-LM where none are described (``LoRA`` of Megatron Bridge: all products, ``dim`` 32)."""
+OWN_SAMPLES = Exchange(cross_batch=True)
+"""Batch norms of ``DistributedDataParallel`` see a rank's samples alone (documentation of `torch.nn.SyncBatchNorm`)."""
+FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinnedRun:
+    """A published run as the request for one plan.
+
+    ``network`` is a specification, or the text of a ``config.json``; ``adapters`` is the text of PEFT's config of
+    those, where they alone are trained. ``pins`` are the whole plan, ``hints`` say what tensor ranks do that pins leave
+    open. ``software``, ``attention`` and ``norms`` are empty where a plan cannot be told them, ``optimizer`` where it
+    is the network's usual one. ``exchange`` is how tensors travel where that is not as the plan has it unasked.
+    ``approximated`` says what stands in for what plans cannot express; runs that differ in nothing else are equal.
+    """
+
+    network: str
+    hardware: str
+    devices: int
+    global_batch: int
+    sequence_length: int | None
+    precision: str
+    pins: tuple[tuple[str, str], ...]
+    optimizer: str = "adamw"
+    hints: tuple[Hint, ...] = ()
+    software: str = ""
+    attention: str = ""
+    norms: str = ""
+    adapters: str = ""
+    exchange: Exchange = UNASKED
+    approximated: tuple[str, ...] = field(default=(), compare=False)
+
+
+class NotPinnedError(UnsupportedError):
+    """A run that no plan expresses; the message says what stands in the way."""
+
+
+def require(holds: object, why: str) -> None:
+    """Raise NotPinnedError with `why` unless `holds`."""
+    if not holds:
+        raise NotPinnedError(f"no plan expresses the run: {why}")
+
+
+def pinned_run(run: TrainingRun) -> PinnedRun:
+    """Translate a run.
+
+    Raises
+    ------
+    NotPinnedError
+        No plan expresses it.
+    """
+    setup, notes = run.setup, list[str]()
+    _check(setup)
+    if isinstance(run.network, LayeredNetwork):
+        network, length = _layered(run.network, setup), None
+    else:
+        network, length = json.dumps(_config(run, run.network, notes)), run.network.sequence_length
+    transformer = length is not None
+    precision = _precision(setup, network, notes)
+    return PinnedRun(
+        network=network,
+        hardware=run.hardware.name,
+        devices=setup.devices,
+        global_batch=setup.global_batch,
+        sequence_length=length,
+        precision=precision,
+        pins=tuple(_pins(run, notes).items()),
+        optimizer=_optimizer(setup, notes),
+        hints=_between_products(setup, run.network) if isinstance(run.network, TransformerShape) else (),
+        software=software_of(setup),
+        attention=str(setup.attention) if transformer else "",
+        norms=_norms(run),
+        adapters=ADAPTERS if setup.trained_fraction < 1 else "",
+        exchange=UNASKED if transformer else OWN_SAMPLES,
+        approximated=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _check(setup: TrainingSetup) -> None:
+    require(setup.ep == 1 or setup.expert_tp in (1, setup.tp), f"experts are cut {setup.expert_tp} ways beside tp")
+    require(setup.cp == 1 or setup.attention in FUSED, "context ranks beside attention that is not fused")
+    require(not setup.local_share, "layers that learn locally")
+    require(setup.stack is not Stack.MINDSPORE_TOOLKIT, "the host changes images in Python, which plans do not time")
+
+
+def _precision(setup: TrainingSetup, network: str, notes: list[str]) -> str:
+    if setup.precision != "tf32":
+        return setup.precision
+    if network != "zoo:resnet50":
+        notes.append("products in TF32 are planned as those of bfloat16 with float32 tensors left out")
+        return "bf16"
+    return "fp32"
+
+
+def _optimizer(setup: TrainingSetup, notes: list[str]) -> str:
+    if setup.optimizer in OPTIMIZERS:
+        return setup.optimizer
+    notes.append(f"optimizer {setup.optimizer} planned as adam")
+    return "adam"
+
+
+def software_of(setup: TrainingSetup) -> str:
+    """The software by its stack and habits; empty where a plan cannot be told it."""
+    if setup.overlap_gradients:
+        return str(setup.stack) if str(setup.stack) in SOFTWARE else ""
+    if setup.stack is Stack.DEEPSPEED:
+        return "aleph_alpha_scaling" if setup.sent_gradient_bytes > setup.gradient_bytes else "megatron_deepspeed"
+    apart = (name for name, known in SOFTWARE.items() if known.stack is setup.stack and not known.overlaps)
+    return next(apart, str(setup.stack) if str(setup.stack) in SOFTWARE else "")
+
+
+def _norms(run: TrainingRun) -> str:
+    """How root-mean-square norms run, as the row or its stack has it; empty where there are none."""
+    network, setup = run.network, run.setup
+    if not isinstance(network, TransformerShape) or not network.rms_norm:
+        return ""
+    fused = (setup.fused_norm or traits_of(setup.stack).fused_rms_norm) and not setup.single_norms
+    return "fused" if fused else "unfused"
+
+
+def _between_products(setup: TrainingSetup, network: TransformerShape) -> tuple[Hint, ...]:
+    """What tensor ranks do between the products of layers: norms and sums on whole rows, all of these or their part.
+
+    A search shares them out as suits it, numbers of rows as well, which none of these runs did. Beside a context or
+    expert axis nothing may be said of single operators.
+    """
+    if setup.tp == 1 or setup.cp > 1 or setup.ep > 1 or not network.causal:
+        return ()
+    plain = network.head_size * network.heads == network.hidden and network.key_value_heads == network.heads
+    gated = network.gated or network.experts is not None or not plain or network.latent_attention is not None
+    placed = "S(1)" if setup.sequence_parallel else "R"
+    norms = hint("*norm/*", "tensor", outputs=[placed]) if gated else hint("*.ln_*/*", "tensor", outputs=[placed] * 3)
+    return norms, hint("*.layers.*[0-9]/add*" if gated else "*.h.*[0-9]/add*", "tensor", outputs=[placed])
+
+
+def _stage_layers(run: TrainingRun) -> tuple[int, ...]:
+    """Layers of each chunk, as the row or its software has them, else equally many; none without a pipeline."""
+    setup, network = run.setup, run.network
+    if setup.pp == 1 or not isinstance(network, TransformerShape) or setup.schedule in FOLDED:
+        return ()
+    chunks = setup.pp * setup.vpp
+    if setup.layers_per_stage:
+        return setup.layers_per_stage
+    require(network.layers % chunks == 0, f"{network.layers} layers do not divide among {chunks} stages")
+    return (network.layers // chunks,) * chunks
+
+
+def _expert_axis(setup: TrainingSetup) -> int:
+    """Ranks beside tensor ranks that whole experts are dealt out over: Megatron-LM counts tensor ranks in ``ep``."""
+    return max(1, setup.ep * setup.expert_tp // setup.tp) if setup.ep > 1 else 1
+
+
+def _expert_pins(setup: TrainingSetup) -> dict[str, str]:
+    """How tokens travel to their experts, and what tensor ranks have of these."""
+    pins = {"expert_messages": "once_a_node" if setup.tokens_sent_once else "tokens"}
+    if setup.overlap_experts:
+        pins["expert_overlap"] = "true"
+    if setup.tp > 1:
+        pins["expert_cut"] = "width" if setup.expert_tp > 1 else "whole"
+    return pins
+
+
+def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
+    setup = run.setup
+    sharding = setup.optimizer_sharding if setup.dp > 1 else OptimizerSharding.NONE
+    pins = {
+        "dp": str(setup.dp), "tp": str(setup.tp), "pp": str(setup.pp), "vpp": str(setup.vpp),
+        "micro_batch": str(setup.micro_batch), "order": ORDER,
+    }  # fmt: skip
+    if setup.cp > 1:
+        # Megatron-LM passes keys and values around unless told otherwise.
+        pins |= {"cp": str(setup.cp), "context_algorithm": "ring"}
+    if setup.ep > 1:
+        experts = _expert_axis(setup)
+        pins |= _expert_pins(setup) | {"order": EXPERTS_ORDER, "ep": str(experts)}
+        # States are shared out over copies of the same experts.
+        sharding = sharding if setup.dp > experts else OptimizerSharding.NONE
+    if setup.dp > 1:
+        pins["optimizer_sharding"] = str(sharding)
+    if sharding is not OptimizerSharding.NONE:
+        pins["shard_size"] = str(setup.shard_group or setup.dp // _expert_axis(setup))
+    if stages := _stage_layers(run):
+        pins["stage_layers"] = "-".join(map(str, stages))
+    pins |= _recompute(setup, notes)
+    for kept in ("offload_optimizer", "offload_parameters", "offload_activations"):
+        if getattr(setup, kept):
+            pins[kept] = "true"
+    if setup.tp > 1:
+        pins["sequence_parallel"] = str(setup.sequence_parallel).lower()
+        if setup.overlap_tensor and setup.sequence_parallel:
+            pins["tensor_overlap"] = "true"
+    if setup.pp > 1:
+        pins["schedule"] = _schedule(setup, notes)
+    return pins
+
+
+def _recompute(setup: TrainingSetup, notes: list[str]) -> dict[str, str]:
+    if setup.recompute_layers:
+        return {"recompute_layers": str(setup.recompute_layers)}
+    if setup.every_second_product:
+        notes.append("checkpoints of every second product planned as selective recomputation")
+        return {"recompute": str(Recompute.SELECTIVE)}
+    return {"recompute": str(setup.recompute)}
+
+
+def _schedule(setup: TrainingSetup, notes: list[str]) -> str:
+    schedule = "interleaved_1f1b" if setup.vpp > 1 else setup.schedule.replace("-", "_")
+    require(schedule in SCHEDULES, f"schedule {schedule}")
+    return schedule
+
+
+def _layered(network: LayeredNetwork, setup: TrainingSetup) -> str:
+    if network.name == "quartznet":
+        return f"py:planner.networks.quartznet:{OF_FRAMES}{padded_frames(setup.micro_batch, setup.devices)}"
+    require(network.name in RESNETS, f"the planner has no network {network.name}")
+    return "zoo:resnet50"
+
+
+def _config(run: TrainingRun, network: TransformerShape, notes: list[str]) -> dict[str, object]:
+    """The ``config.json`` of a network of this shape; the vocabulary is padded as the software pads it."""
+    require(not network.encoder_layers, "an encoder beside the decoder")
+    require(not network.attention_window, "attention within a window")
+    rows = local_vocabulary(network, run.setup.tp, traits_of(run.setup.stack).padded_vocabulary) * run.setup.tp
+    vocabulary = round(rows)
+    if network.multi_token_layers:
+        notes.append("layers that predict further tokens left out")
+    if not network.causal:
+        return _masked(network, vocabulary, notes)
+    if network.latent_attention:
+        return _latent(network, vocabulary)
+    plain = network.head_size * network.heads == network.hidden
+    grouped = network.key_value_heads != network.heads
+    if network.gated or network.experts or grouped or not plain:
+        return _rotary(network, vocabulary, notes)
+    return {
+        "model_type": "gpt2", "n_layer": network.layers, "n_embd": network.hidden, "n_head": network.heads,
+        "n_inner": network.feed_forward, "vocab_size": vocabulary, "n_positions": network.sequence_length,
+        "tie_word_embeddings": network.tied_embeddings,
+    }  # fmt: skip
+
+
+def _rotary(network: TransformerShape, vocabulary: int, notes: list[str]) -> dict[str, object]:
+    """A config of Llama, or with experts of Mixtral."""
+    widths = {"feed_forward": network.feed_forward}
+    if network.experts:
+        widths["experts"] = network.experts.feed_forward
+    if not network.gated:
+        widths = {name: max(1, round(2 * width / 3)) for name, width in widths.items()}
+        notes.append("layers without a gate planned as gated ones of two thirds of the width, with as many weights")
+    if not network.rms_norm:
+        notes.append("layer norms planned as root-mean-square norms")
+    plain = network.head_size * network.heads == network.hidden
+    return {
+        "model_type": "llama", "num_hidden_layers": network.layers, "hidden_size": network.hidden,
+        "num_attention_heads": network.heads, "num_key_value_heads": network.key_value_heads,
+        "intermediate_size": widths["feed_forward"], "vocab_size": vocabulary,
+        "max_position_embeddings": network.sequence_length, "tie_word_embeddings": network.tied_embeddings,
+    } | ({} if plain else {"head_dim": network.head_size}) | _experts(network, widths, notes)  # fmt: skip
+
+
+def _experts(network: TransformerShape, widths: dict[str, int], notes: list[str]) -> dict[str, object]:
+    """What a config of Mixtral has beside one of Llama: equal experts in every layer, none of which takes all."""
+    if network.experts is None:
+        return {}
+    experts = network.experts
+    require(not experts.shared_feed_forward and not experts.dense_layers, "shared experts or dense layers")
+    return {
+        "model_type": "mixtral", "intermediate_size": widths["experts"],
+        "num_local_experts": experts.count, "num_experts_per_tok": experts.per_token,
+    }  # fmt: skip
+
+
+def _masked(network: TransformerShape, vocabulary: int, notes: list[str]) -> dict[str, object]:
+    """A config of BERT, whose head sees the predicted positions alone."""
+    predicted = max(1, round(network.predicted_positions * network.sequence_length))
+    return {
+        "model_type": "bert", "num_hidden_layers": network.layers, "hidden_size": network.hidden,
+        "num_attention_heads": network.heads, "intermediate_size": network.feed_forward, "vocab_size": vocabulary,
+        "max_position_embeddings": max(512, network.sequence_length),
+    } | ({} if predicted == network.sequence_length else {"max_predictions_per_seq": predicted})  # fmt: skip
+
+
+def _latent(network: TransformerShape, vocabulary: int) -> dict[str, object]:
+    """A config of DeepSeek-V3, experts in one group, whose routing plans do not price."""
+    parts, experts = network.latent_attention, network.experts
+    require(experts and parts and parts.query_rank, "latent attention beside dense layers alone")
+    assert parts is not None
+    assert experts is not None
+    return {
+        "model_type": "deepseek_v3", "num_hidden_layers": network.layers, "hidden_size": network.hidden,
+        "num_attention_heads": network.heads, "num_key_value_heads": network.heads,
+        "q_lora_rank": parts.query_rank, "kv_lora_rank": parts.key_value_rank, "v_head_dim": parts.value_head,
+        "qk_nope_head_dim": parts.plain_head, "qk_rope_head_dim": parts.rotary_head,
+        "intermediate_size": network.feed_forward, "moe_intermediate_size": experts.feed_forward,
+        "n_routed_experts": experts.count, "num_experts_per_tok": experts.per_token, "n_group": 1, "topk_group": 1,
+        "n_shared_experts": experts.shared_feed_forward // experts.feed_forward,
+        "first_k_dense_replace": experts.dense_layers, "vocab_size": vocabulary,
+        "max_position_embeddings": network.sequence_length,
+    }  # fmt: skip

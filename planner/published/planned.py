@@ -1,0 +1,199 @@
+"""Predictions of published runs by `plan` itself: the pinned plan, searched, lowered and simulated.
+
+Runs that are the same plan of the same network are predicted once. Runs of one network share its graph, its rules and
+the tables of its units.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from hashlib import sha256
+from multiprocessing import get_context
+from pathlib import Path
+
+import yaml
+
+from planner.planning.planning import PlanRequest, PlanResult, capture_for, plan_network
+from planner.planning.shared_tables import SharedTables
+from planner.published.estimate.training_run import RunPrediction, TrainingRun
+from planner.published.pinned import PinnedRun, pinned_run
+from planner.published.predictions import RECOMPUTED, recomputing
+from simulator.calibration.process import available_cores
+from simulator.errors import InputError, MeshwrightError
+from simulator.hardware import PROFILE_SUFFIX, load_profile, profile_text
+from simulator.whole_file import write_whole
+
+Outcome = RunPrediction | MeshwrightError
+UNLIMITED_BYTES = 10**14
+"""Memory of a device on which every plan fits."""
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_GROUP = 24
+"""Runs of one network that one process predicts in a row."""
+
+
+class Workplace:
+    """A folder for the files that requests name: configs of networks, and profiles without a limit of memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def request(self, run: PinnedRun, *, limited: bool = True) -> PlanRequest:
+        """The request of a run, on the shipped profile or on one with memory for any plan."""
+        return PlanRequest(
+            network=self._network(run), hardware=run.hardware if limited else self._unlimited(run.hardware),
+            devices=run.devices, global_batch=run.global_batch, sequence_length=run.sequence_length,
+            precision=run.precision, optimizer=run.optimizer or None, pins=dict(run.pins), hints=run.hints, top=1,
+            sensitivity=False, software=run.software, attention=run.attention, norms=run.norms, exchange=run.exchange,
+        )  # fmt: skip
+
+    def _network(self, run: PinnedRun) -> str:
+        if not run.network.startswith("{"):
+            return run.network
+        folder = self.folder / sha256(f"{run.network}\n{run.adapters}".encode()).hexdigest()[:12]
+        for name, content in ((CONFIG, run.network), (ADAPTER_CONFIG, run.adapters)):
+            if content and not (folder / name).exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                write_whole(folder / name, content)
+        return f"hf:{folder}"
+
+    def _unlimited(self, name: str) -> str:
+        path = self.folder / f"{name}{PROFILE_SUFFIX}"
+        if not path.exists():
+            content = yaml.safe_load(profile_text(name)[0])
+            content["device"]["memory_bytes"]["value"] = UNLIMITED_BYTES
+            write_whole(path, yaml.safe_dump(content))
+        return str(path)
+
+
+def network_key(run: PinnedRun) -> tuple[str, ...]:
+    """What the graph of a run depends on."""
+    return (run.network, run.adapters, str(run.sequence_length), run.attention, run.norms)
+
+
+class Planner:
+    """Plans pinned runs one after the other; those of one network share their tables."""
+
+    def __init__(self, workplace: Workplace) -> None:
+        self.workplace = workplace
+        self._key: tuple[str, ...] = ()
+        self._shared: SharedTables | None = None
+
+    def plan(self, run: PinnedRun, *, limited: bool = True) -> PlanResult:
+        """The plan of a run, as `meshwright plan` finds it; without `limited` whatever memory it takes."""
+        request = self.workplace.request(run, limited=limited)
+        if self._shared is None or self._key != network_key(run):
+            self._key, self._shared = network_key(run), SharedTables(capture_for(request))
+        return plan_network(request, shared=self._shared)
+
+    def predict(self, run: PinnedRun) -> RunPrediction:
+        """Time and memory of a run, whether or not it fits.
+
+        Raises
+        ------
+        MeshwrightError
+            The run has no plan.
+        """
+        memory = float(load_profile(run.hardware).device_memory_bytes)
+        found = self.plan(run, limited=False)
+        if not found.candidates:
+            raise InputError(f"no plan keeps all pins of the run: {found.infeasible}")
+        if found.candidates[0].prediction.peak_memory_bytes > memory:
+            # Where memory is short the search may still choose operators that take less of it.
+            found = next((other for other in (self.plan(run),) if other.candidates), found)
+        told = found.candidates[0].prediction
+        return RunPrediction(
+            step_time_s=told.step_time_s,
+            interval_s=told.interval_s,
+            label=told.label,
+            peak_memory_bytes=float(told.peak_memory_bytes),
+            fits=told.peak_memory_bytes <= memory,
+            breakdown=dict(told.breakdown),
+            memory={kind: float(size) for kind, size in told.memory_at_peak.items()},
+            notes=run.approximated,
+        )
+
+
+def predict_planned(
+    runs: Sequence[TrainingRun], advance: Callable[[int], None] | None = None, cores: int = 0
+) -> list[Outcome]:
+    """A prediction of each run by its pinned plan, or why it has none; `advance` is told how many runs were done.
+
+    ``cores`` processes predict at once; 0: as many as this process may use.
+    """
+    cores = cores or available_cores()
+    found = _predictions(runs, cores, advance)
+    again = {
+        index: other
+        for index, outcome in enumerate(found)
+        if isinstance(outcome, RunPrediction) and not outcome.fits and (other := recomputing(runs[index]))
+    }
+    for index, outcome in zip(again, _predictions(list(again.values()), cores), strict=True):
+        first = found[index]
+        if isinstance(first, RunPrediction) and isinstance(outcome, RunPrediction) and outcome.fits:
+            found[index] = replace(
+                first, fits=True, peak_memory_bytes=outcome.peak_memory_bytes, memory=outcome.memory,
+                notes=(*first.notes, RECOMPUTED),
+            )  # fmt: skip
+    return found
+
+
+def _predictions(
+    runs: Sequence[TrainingRun], cores: int, advance: Callable[[int], None] | None = None
+) -> list[Outcome]:
+    pinned = [_pinned(run) for run in runs]
+    places: dict[PinnedRun, list[int]] = {}
+    for index, run in enumerate(pinned):
+        if isinstance(run, PinnedRun):
+            places.setdefault(run, []).append(index)
+    found: list[Outcome | None] = [None if isinstance(run, PinnedRun) else run for run in pinned]
+    if advance is not None:
+        advance(sum(outcome is not None for outcome in found))
+    for run, outcome in _predicted(list(places), cores):
+        for index in places[run]:
+            found[index] = outcome
+        if advance is not None:
+            advance(len(places[run]))
+    return [outcome for outcome in found if outcome is not None]
+
+
+def _pinned(run: TrainingRun) -> PinnedRun | MeshwrightError:
+    try:
+        return pinned_run(run)
+    except MeshwrightError as error:
+        return error
+
+
+def _predicted(runs: Sequence[PinnedRun], cores: int) -> Iterator[tuple[PinnedRun, Outcome]]:
+    """Runs with their predictions, in any order."""
+    groups: dict[tuple[str, ...], list[PinnedRun]] = {}
+    for run in runs:
+        groups.setdefault(network_key(run), []).append(run)
+    parts = [group[start : start + _GROUP] for group in groups.values() for start in range(0, len(group), _GROUP)]
+    with tempfile.TemporaryDirectory() as folder:
+        if cores == 1 or len(parts) < 2:
+            for part in parts:
+                yield from zip(part, _predict_part(part, folder), strict=True)
+            return
+        # Forked processes could inherit locks of threads that they do not have.
+        with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+            waiting = {pool.submit(_predict_part, part, folder): part for part in parts}
+            for done in as_completed(waiting):
+                yield from zip(waiting[done], done.result(), strict=True)
+
+
+def _predict_part(runs: Sequence[PinnedRun], folder: str) -> list[Outcome]:
+    planner = Planner(Workplace(Path(folder)))
+    return [_outcome(planner, run) for run in runs]
+
+
+def _outcome(planner: Planner, run: PinnedRun) -> Outcome:
+    try:
+        return planner.predict(run)
+    except MeshwrightError as error:
+        return error
+    except (ArithmeticError, LookupError, ValueError) as error:
+        # One run that fails does not take the others with it; the kind of error says that it is ours.
+        return MeshwrightError(f"{type(error).__name__}: {error}")
