@@ -18,6 +18,7 @@ from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
+    from planner.published.predictions import Predictor
     from planner.published.reading import MeasuredRow
     from planner.published.results import AccuracyResult, Metrics, ScoredRow
 
@@ -83,11 +84,11 @@ def validate(
         check_out("--report", report / "predictions.csv", measurements)
     if leave_one_source_out and path is PredictorPath.PLAN:
         raise InputError("--leave-one-source-out fits the formulas anew, and --path plan uses none; use --path both")
-    _report_faults(terminal, rows)
     scored = _estimated(terminal, rows) if path is not PredictorPath.PLAN else []
     planned = _planned(terminal, rows) if path is not PredictorPath.ESTIMATE else []
     if out is not None:
         write_whole(out, prediction_lines(scored or planned, planned if scored else ()))
+    _report_faults(terminal, rows)
     left_out = accuracy_of(_left_out(terminal, rows)) if leave_one_source_out else None
     result = AccuracyResult(
         fitted=accuracy_of(scored or planned),
@@ -99,14 +100,19 @@ def validate(
     _show(terminal, result, out, report)
 
 
-def _estimated(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
-    """Every row predicted by the fitted formulas."""
+def _predictor() -> Predictor:
     from planner.cost.software_file import shipped_software
     from planner.published.estimate.predict import predict_runs
+
+    return partial(predict_runs, software=shipped_software())
+
+
+def _estimated(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
+    """Every row predicted by the fitted formulas."""
     from planner.published.predictions import score
 
     with terminal.counting("predicting", len(rows)) as advance:
-        return score(rows, partial(predict_runs, software=shipped_software()), _steps(advance))
+        return score(rows, _predictor(), _steps(advance))
 
 
 def _planned(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
@@ -116,7 +122,7 @@ def _planned(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
 
     runs = sum(row.run is not None for row in rows)
     with terminal.counting("planning", runs) as advance:
-        return score(rows, partial(predict_planned, advance=_steps(advance)), together=max(1, len(rows)))
+        return score(rows, partial(predict_planned, advance=_steps(advance)), whole=True)
 
 
 def _left_out(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:

@@ -14,6 +14,7 @@ from planner.cost.software import SOFTWARE
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.work import OPTIMIZERS
 from planner.plans.exchange import UNASKED, Exchange
+from planner.plans.hints import Hint, hint
 from planner.published.estimate.layered.sequence import padded_frames
 from planner.published.estimate.stage_parameters import local_vocabulary
 from planner.published.estimate.training_run import (
@@ -24,7 +25,6 @@ from planner.published.estimate.training_run import (
     TrainingSetup,
     TransformerShape,
 )
-from planner.search.problem.hints import Hint, hint
 from simulator.errors import UnsupportedError
 
 OF_FRAMES = "frames_"

@@ -40,17 +40,18 @@ def score(
     predict: Predictor,
     advance: Callable[[int], None] | None = None,
     *,
-    together: int = _CHUNK,
+    whole: bool = False,
 ) -> list[ScoredRow]:
     """Predict every row that has a run; one row each, in order. `advance` is told how many rows were done.
 
-    `predict` gets the runs of so many rows `together`.
+    A `whole` predictor gets all runs at once, and says itself which of them need recomputation to fit.
     """
     scored: list[ScoredRow] = []
-    for start in range(0, len(rows), together):
-        chunk = rows[start : start + together]
+    size = max(1, len(rows)) if whole else _CHUNK
+    for start in range(0, len(rows), size):
+        chunk = rows[start : start + size]
         outcomes = iter(predict_each([row.run for row in chunk if row.run is not None], predict))
-        scored.extend(_scored(row, next(outcomes) if row.run is not None else None) for row in chunk)
+        scored.extend(_scored(row, next(outcomes) if row.run is not None else None, whole) for row in chunk)
         if advance is not None:
             advance(len(chunk))
     apart = measured_apart(rows)
@@ -80,7 +81,7 @@ def _finite(prediction: RunPrediction) -> RunPrediction | ArithmeticError:
     return prediction
 
 
-def _scored(row: MeasuredRow, outcome: RunPrediction | Exception | None) -> ScoredRow:
+def _scored(row: MeasuredRow, outcome: RunPrediction | Exception | None, whole: bool) -> ScoredRow:
     if row.run is None or not isinstance(outcome, RunPrediction):
         reason = row.reason
         if outcome is not None:
@@ -98,7 +99,7 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | Exception | None) -> Scor
     fits = outcome.fits or CHOSEN_TO_FIT in row.run.assumed
     reason = "; ".join(filter(None, (row.reason, *outcome.notes)))
     figures, peak = outcome.memory_figures, outcome.peak_memory_bytes
-    smaller = _recomputed(row.run) if figures and not fits else None
+    smaller = None if fits or whole else _recomputed(row.run)
     if smaller is not None:
         fits, reason = True, f"{reason}; {RECOMPUTED}"
         figures, peak = {str(kind): value for kind, value in smaller.figures().items()}, smaller.reserved_bytes

@@ -1,0 +1,120 @@
+"""Published runs predicted by plan's own code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from planner.cli.app import app
+from planner.planning.planning import plan_network
+from planner.plans.request import PlanRequest, read_pins
+from planner.published.estimate.training_run import RunPrediction
+from planner.published.pinned import NotPinnedError, pinned_run
+from planner.published.planned import Planner, Workplace, predict_planned
+from planner.published.reading import MeasuredRow, read_measurements
+from simulator.errors import InputError, MeshwrightError
+from tests.measurements import write_measurements
+
+PIPELINE = {"n_layers": "6", "hidden": "256", "n_heads": "4", "vocab": "1000", "seq_len": "128", "tp": "1", "pp": "2"}
+
+
+def rows_of(folder: Path, *stated: dict[str, str]) -> list[MeasuredRow]:
+    return read_measurements(write_measurements(folder / "rows.csv", *stated))
+
+
+def test_a_run_is_predicted_by_the_plan_of_its_pins(tmp_path: Path) -> None:
+    """The prediction is that of a plan request that states what the row states."""
+    stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "2", "recompute_kind": "none"}
+    (row,) = rows_of(tmp_path, stated)
+    assert row.run is not None
+    (predicted,) = predict_planned([row.run], cores=1)
+    assert isinstance(predicted, RunPrediction)
+    pinned = pinned_run(row.run)
+    assert dict(pinned.pins)["stage_layers"] == "3-3"
+    (best,) = plan_network(Workplace(tmp_path).request(pinned)).candidates
+    assert predicted.step_time_s == pytest.approx(best.prediction.step_time_s, rel=1e-9)
+    assert predicted.peak_memory_bytes == best.prediction.peak_memory_bytes
+    assert (best.plan.degree("data"), best.plan.devices) == (2, 4)
+
+
+def test_a_run_that_does_not_fit_has_a_time_and_says_so(tmp_path: Path) -> None:
+    """A network of 70 billion parameters on one device."""
+    big = {"n_layers": "80", "hidden": "8192", "n_heads": "64", "seq_len": "512", "tp": "1", "pp": "1"}
+    (row,) = rows_of(tmp_path, {**big, "n_accels": "1", "global_batch": "1", "micro_batch": "1"})
+    assert row.run is not None
+    (predicted,) = predict_planned([row.run], cores=1)
+    assert isinstance(predicted, RunPrediction)
+    assert not predicted.fits
+    assert predicted.step_time_s > 0
+    assert predicted.peak_memory_bytes > row.run.hardware.device_memory_bytes
+
+
+def test_a_run_without_a_plan_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    """A network with an encoder beside its decoder is none that plans know."""
+    stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "2"}
+    rows = rows_of(tmp_path, stated, {**stated, "model": "T5"})
+    decoder, encoder = predict_planned([row.run for row in rows if row.run is not None], cores=1)
+    assert isinstance(decoder, RunPrediction)
+    assert isinstance(encoder, NotPinnedError)
+    assert "encoder" in str(encoder)
+
+
+def test_equal_runs_are_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "2"}
+    rows = rows_of(tmp_path, stated, {**stated, "notes": "a second measurement"})
+    asked: list[object] = []
+    predict = Planner.predict
+
+    def counting(self: Planner, run: object) -> RunPrediction:
+        asked.append(run)
+        return predict(self, run)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Planner, "predict", counting)
+    found = predict_planned([row.run for row in rows if row.run is not None], cores=1)
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert len(asked) == 1
+
+
+def test_validate_shows_both_predictors_on_the_same_rows(tmp_path: Path) -> None:
+    stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "2", "step_time_s": "0.1"}
+    path = write_measurements(tmp_path / "rows.csv", stated)
+    out = tmp_path / "predictions.csv"
+    result = CliRunner().invoke(app, ["validate", str(path), "--path", "both", "--out", str(out), "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["all"]["predicted"] == document["plan"]["all"]["predicted"] == 1
+    header, _ = out.read_text().splitlines()
+    assert header.startswith("row_id,status,predicted_step_time_s")
+    assert "planned_predicted_step_time_s" in header.split(",")
+    alone = CliRunner().invoke(app, ["validate", str(path), "--path", "plan", "--json"])
+    assert json.loads(alone.stdout)["all"]["time_mean"] == document["plan"]["all"]["time_mean"]
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"pp": "4", "stage_layers": "2-2-2"}, "3 numbers of layers"),
+        ({"pp": "2", "vpp": "2", "stage_layers": "3-3"}, "2 numbers of layers"),
+        ({"stage_layers": "3-0"}, "each at least 1"),
+        ({"recompute": "full", "recompute_layers": "1"}, "leave one of them out"),
+    ],
+)
+def test_layers_of_stages_must_be_those_of_the_pipeline(pins: dict[str, str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_pins(PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, pins=pins))
+
+
+def test_stages_have_the_layers_that_are_pinned(tmp_path: Path) -> None:
+    """The last chunk has the head, the first what lies before the layers."""
+    request = PlanRequest(
+        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=2, sensitivity=False,
+        pins={"stage_layers": "1-3", "dp": "1", "tp": "1", "micro_batch": "4", "recompute_layers": "1"},
+    )  # fmt: skip
+    (best, *_) = plan_network(request).candidates
+    assert best.plan.devices == 2
+    with pytest.raises(MeshwrightError, match="the network has"):
+        plan_network(PlanRequest(**{**request.__dict__, "pins": {**request.pins, "stage_layers": "40-30"}}))
