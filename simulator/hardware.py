@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from simulator.conditions import Conditions
 from simulator.crowding import Crowding
 from simulator.errors import ProfileError
+from simulator.input_file import is_regular
 from simulator.program import Collective, Kernel, described_class
 
 PROFILE_SUFFIX = ".yaml"
@@ -364,11 +366,11 @@ def load_profile(name_or_path: str) -> Hardware:
 
 def profile_text(name_or_path: str) -> tuple[bytes, str]:
     """The text of a profile that `load_profile` reads, and the file that it stands in."""
-    from simulator.profile_file import read_limited
+    from simulator.profile_file import PROFILE
 
     if is_profile_path(name_or_path):
-        path = Path(name_or_path).expanduser()
-        return read_limited(path), str(path)
+        path = os.path.expanduser(name_or_path)  # noqa: PTH111 pathlib raises where it knows no home
+        return PROFILE.read(path), path
     names = profile_names()
     if name_or_path not in names:
         near = difflib.get_close_matches(name_or_path, names, n=3, cutoff=0.5)
@@ -390,7 +392,7 @@ def split_cluster_file(text: str) -> tuple[str, str]:
     (('dgx-a100', 'topo.txt'), ('', 'rank_table.json'), ('l40s', ''))
     """
     profile, at, file = text.rpartition("@")
-    if at and profile and not text.endswith(PROFILE_SUFFIXES) and not Path(text).is_file():
+    if at and profile and not text.endswith(PROFILE_SUFFIXES) and not is_regular(text):
         return profile, file
     return ("", text) if text.endswith(CLUSTER_FILE_SUFFIXES) else (text, "")
 
@@ -405,20 +407,20 @@ def check_profile(path: str) -> Hardware:
 
     ``PROFILE@FILE`` and rank tables are read as `load_profile` does.
     """
-    from simulator.profile_file import read_limited
+    from simulator.profile_file import PROFILE
 
     profile, file = split_cluster_file(path)
     if file and profile:
         return _described(profile, file)
-    return _parse(read_limited(Path(path).expanduser()), path)
+    return _parse(PROFILE.read(path), path)
 
 
 def _described(profile: str, file: str) -> Hardware:
     """Hardware of the cluster that `file` describes, of the devices of `profile`."""
     from simulator.cluster_files import described_hardware, matrix_hardware
-    from simulator.profile_file import read_limited
+    from simulator.profile_file import PROFILE
 
-    content = read_limited(Path(file).expanduser())
+    content = PROFILE.read(file)
     read = described_hardware if file.endswith(".json") else matrix_hardware
     return read(content, file, profile, load_profile)
 

@@ -18,13 +18,13 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 from pydantic import Field, ValidationError
 
 from simulator.collectives import collective_time
 from simulator.errors import ProfileError
 from simulator.hardware import CLUSTER_FORMAT, PROFILE_SUFFIXES, Hardware, Level, is_profile_path, load_profile
-from simulator.profile_file import load_strictly, parse_profile, read_limited
+from simulator.input_file import FileKind
+from simulator.profile_file import PROFILE, parse_profile
 from simulator.profile_parts import Count, NonNegative, Part
 from simulator.program import Collective, Kernel, Program
 from simulator.timing import task_times
@@ -32,6 +32,7 @@ from simulator.topology import FabricSpec, GroupShape, Topology, cluster_topolog
 
 FloatArray = npt.NDArray[np.float64]
 MAX_NODES = 2048
+CLUSTER = FileKind(name="cluster", remedy="see docs/topology.md for the format", error=ProfileError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,28 +91,29 @@ class _ClusterPart(Part):
 
 def load_cluster(path: str) -> MixedCluster:
     """Read the description of a cluster; ProfileError says which field is wrong."""
-    return parse_cluster(read_limited(Path(path).expanduser()), path)
+    return parse_cluster(CLUSTER.read(path), path)
 
 
 def cluster_at(hardware: str) -> MixedCluster | None:
     """The cluster of several device types that what names a profile is the path of; None where it is none."""
     if not hardware.endswith(PROFILE_SUFFIXES) or not is_profile_path(hardware):
         return None
-    content = read_limited(Path(hardware).expanduser())
+    content = PROFILE.read(hardware)
     return parse_cluster(content, hardware) if CLUSTER_FORMAT.search(content) else None
 
 
 def parse_cluster(content: bytes, file: str) -> MixedCluster:
     """Cluster from the bytes of `file`; paths of profiles in it are relative to it."""
     try:
-        part = _ClusterPart.model_validate_json(json.dumps(load_strictly(content)))
+        part = _ClusterPart.model_validate_json(json.dumps(CLUSTER.yaml(content, file)))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise ProfileError(f"cluster {file}: {place}: {first['msg']}; see docs/topology.md for the format") from None
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        detail = " ".join(str(error).split())
-        raise ProfileError(f"cluster {file} is not valid YAML: {detail}; see docs/topology.md for the format") from None
+        raise ProfileError(f"cluster {file}: {place}: {first['msg']}; {CLUSTER.remedy}") from None
+    except (TypeError, ValueError) as error:
+        raise ProfileError(
+            f"cluster {file} holds a value that is no text, number, list or mapping ({error}); {CLUSTER.remedy}"
+        ) from None
     folder = Path(file).expanduser().parent
     nodes = tuple(hardware for entry in part.nodes for hardware in [_member(entry.profile, folder)] * entry.count)
     fabric = part.fabric
@@ -137,7 +139,7 @@ def _member(profile: str, folder: Path) -> Hardware:
     if not is_profile_path(profile):
         return load_profile(profile)
     path = folder / Path(profile).expanduser()
-    return parse_profile(read_limited(path), str(path))
+    return parse_profile(PROFILE.read(path), str(path))
 
 
 def pacing_hardware(cluster: MixedCluster) -> Hardware:

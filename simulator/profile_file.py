@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
-from yaml.composer import Composer
 
 from simulator.crowding import Crowding
 from simulator.errors import ProfileError
@@ -32,6 +30,7 @@ from simulator.hardware import (
     Uncertainty,
     format_number,
 )
+from simulator.input_file import FileKind
 from simulator.profile_operators import OperatorsPart, OverlapPart, Share, operator_models
 from simulator.profile_parts import Count, Dtype, Fraction, Name, NonNegative, Part, Positive, Source, Sourced
 from simulator.profile_sharing import ConditionsPart, CrowdingPart, SlowdownPart
@@ -41,10 +40,11 @@ from simulator.topology import check_graph
 from simulator.whole_file import write_whole
 
 VERSION = 1
-MAX_FILE_BYTES = 1 << 20
-MAX_DEPTH = 20
 MAX_ERRORS_SHOWN = 5
 REMEDY = "see docs/profiles.md for the format"
+PROFILE = FileKind(
+    name="profile", remedy="give a profile's name or a YAML file in the format of docs/profiles.md", error=ProfileError
+)
 
 
 class DevicePart(Part):
@@ -179,84 +179,10 @@ class ProfilePart(Part):
         return self
 
 
-# libyaml reads the text, where it is there, in a tenth of the time; nodes are made here, which tells aliases and depth.
-_BASES: Any = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
-
-
-class _Loader(*_BASES):  # type: ignore[misc]
-    """SafeLoader without aliases (no exponential growth), duplicate keys, dates and deep nesting."""
-
-    depth = 0
-
-    def __init__(self, stream: bytes) -> None:
-        Composer.__init__(self)
-        _BASES[-1].__init__(self, stream)
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            line = self.peek_event().start_mark.line + 1
-            raise yaml.YAMLError(f"line {line}: aliases (*name) are not allowed in a profile")
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise yaml.YAMLError(f"nested deeper than {MAX_DEPTH} levels")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: keys must be plain names")
-            if key.value in seen:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: key {key.value!r} stands there twice")
-            seen.add(key.value)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
-
-
-# Plain words mean what they look like: no base 60 (1:30), no octal (010), no yes/no, but 3e12 is a number.
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("null", r"^(?:null|~|)$", ["n", "~", ""]),
-    ("bool", r"^(?:true|false)$", list("tf")),
-    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", list("-+0123456789")),
-    ("float", r"^[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.inf|\.nan)$", list("-+0123456789.")),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
-
-
-def read_limited(path: Path) -> bytes:
-    """Content of the regular file `path`, at most `MAX_FILE_BYTES`."""
-    try:
-        if not path.is_file():
-            reason = "is not a regular file" if path.exists() else "does not exist"
-            raise ProfileError(f"profile {path} {reason}; give a profile name or the path of a YAML file")
-        with path.open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ProfileError(
-            f"profile {str(path)!r} cannot be read: {error}; check the path and its permissions"
-        ) from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ProfileError(f"profile {path} is larger than {MAX_FILE_BYTES} bytes, the limit; it is no profile")
-    return content
-
-
-def load_strictly(content: bytes) -> object:
-    """Plain data of YAML text without aliases, repeated keys and deep nesting."""
-    data: object = yaml.load(content, Loader=_Loader)  # noqa: S506 (a stricter SafeLoader)
-    return data
-
-
 @lru_cache(maxsize=32)
 def parse_profile(content: bytes, file: str) -> Hardware:
     """Hardware from the bytes of a profile; ProfileError names `file` and the field that is wrong."""
-    try:
-        data = load_strictly(content)
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        detail = " ".join(str(error).split())
-        raise ProfileError(f"profile {file} is not valid YAML: {detail}; {REMEDY}") from None
+    data = PROFILE.yaml(content, file)
     if not isinstance(data, dict):
         raise ProfileError(f"profile {file} is empty or no mapping; {REMEDY}")
     hardware = _hardware(_validate(data, file))

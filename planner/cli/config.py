@@ -13,12 +13,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from planner.cli.options import MAX_PLANS, Optimizer, ParallelMode, Precision, SearchMode, nearest
 from planner.plans.exchange import UNASKED, Exchange
 from simulator.errors import InputError
+from simulator.input_file import FileKind
 
 if TYPE_CHECKING:
     from planner.exchange.mindspore.mindformers import Translated
     from planner.networks.marks import Marks
 
-MAX_BYTES = 1 << 20
+CONFIG = FileKind(name="config", remedy="give a YAML file whose keys are names of options")
 
 Value = TypeVar("Value")
 Natural = Annotated[int, Field(strict=True, ge=1)]
@@ -66,7 +67,7 @@ def read_config(path: Path) -> PlanSettings:
 
 
 def _mapping(path: Path) -> dict[Any, Any]:
-    data = _load(path)
+    data = CONFIG.yaml(CONFIG.read(path), path, strict=False)
     if not isinstance(data, dict):
         raise InputError(f"config {path}: must be a mapping of option names to values; write for example 'devices: 8'")
     return data
@@ -202,18 +203,3 @@ def require(value: Value | None, name: str, example: str) -> Value:
     if value is None:
         raise InputError(f"{name} is missing; give it ({example}) or write it in a --config file")
     return value
-
-
-def _load(path: Path) -> object:
-    import yaml
-
-    try:
-        if not path.is_file():
-            raise InputError(f"config {str(path)!r} does not exist or is not a file; give the path of a YAML file")
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"config {path}: larger than {MAX_BYTES} bytes; it is no config file")
-        return yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"config {str(path)!r} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"config {path} is not valid YAML: {' '.join(str(error).split())}") from error

@@ -19,7 +19,8 @@ from pydantic import AfterValidator, Field, ValidationError
 from planner.cost.layered_parameters import LayeredCoefficients, LayeredParameters
 from planner.cost.stacks import AttentionKernel, Stack
 from simulator.errors import ProfileError
-from simulator.profile_file import REMEDY, load_strictly, validation_problems
+from simulator.input_file import FileKind
+from simulator.profile_file import REMEDY, validation_problems
 from simulator.profile_parts import Count, NonNegative, Part, Positive, Source, Sourced
 from simulator.whole_file import write_whole
 
@@ -31,6 +32,7 @@ STACK_COEFFICIENTS = (
     "shard_exposed", "shard_apart", "context_exposed",
 )  # fmt: skip
 """Of a software stack: factors, seconds, and shares of messages that stay visible."""
+SOFTWARE = FileKind(name="software file", remedy=REMEDY, error=ProfileError)
 ANY = "*"
 """Stands for every device family, or every stack."""
 
@@ -141,12 +143,9 @@ class SoftwareFile:
 def parse_software(text: str, name: str) -> SoftwareFile:
     """Validate the text of a software file; ProfileError names file and field."""
     try:
-        part = SoftwarePart.model_validate(load_strictly(text.encode()))
+        part = SoftwarePart.model_validate(SOFTWARE.yaml(text, name))
     except ValidationError as error:
         raise ProfileError(f"software file {name}: {validation_problems(error)}; {REMEDY}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        detail = " ".join(str(error).split())
-        raise ProfileError(f"software file {name} is not valid YAML: {detail}; {REMEDY}") from None
     return SoftwareFile(
         coefficients=SoftwareCoefficients(
             stacks={stack: _values(entries) for stack, entries in part.stacks.items()},

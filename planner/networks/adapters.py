@@ -13,6 +13,7 @@ from simulator.errors import NetworkError, UnsupportedError
 CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 _MAXIMUM_RANK = 1 << 16
+_MAXIMUM_ALPHA = 1e9
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "use_dora": (),
@@ -81,8 +82,8 @@ def read_adapters(path: Path, config: Mapping[str, Any]) -> tuple[Adapters, tupl
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAXIMUM_RANK:
         raise NetworkError(f"{path}: key 'r' is {rank!r}; it must be a whole number from 1 to {_MAXIMUM_RANK}")
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < float("inf"):
-        raise NetworkError(f"{path}: key 'lora_alpha' is {alpha!r}; it must be a positive number")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < _MAXIMUM_ALPHA:
+        raise NetworkError(f"{path}: key 'lora_alpha' is {alpha!r}; it must be a number from 0 to {_MAXIMUM_ALPHA:g}")
     adapters = Adapters(
         rank=rank,
         scaling=alpha / (rank**0.5 if config.get("use_rslora") else rank),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,13 @@ from planner.networks.adapters import Adapters, read_adapters
 from planner.networks.decoder.known import hugging_face_decoder
 from planner.networks.network import CAPTURED_BLOCKS, Network
 from planner.networks.zoo.table import EXPERTS_NOTE, language_inputs
-from simulator.errors import InputError, NetworkError, UnsupportedError
+from simulator.errors import InputError, MeshwrightError, NetworkError, UnsupportedError
+from simulator.input_file import FileKind, is_regular
 
 if TYPE_CHECKING:
     from torch import nn
 
-MAXIMUM_CONFIG_BYTES = 1 << 20
+CONFIG_FILE = FileKind(name="config", remedy="give a config.json or its folder", error=NetworkError)
 MAXIMUM_SEQUENCE_LENGTH = 4096
 MAXIMUM_SIZE = 1 << 24
 _IGNORED_KEYS = {
@@ -192,14 +194,14 @@ def _files(place: Path) -> tuple[Path, Path | None]:
     """The config, and that of adapters if a folder has one; its base may lie in another folder, which it names."""
     folder = place.parent if place.name == ADAPTER_CONFIG else place
     adapted = folder / ADAPTER_CONFIG
-    if not folder.is_dir() or not adapted.is_file():
-        return place / "config.json" if place.is_dir() else place, None
+    if not is_regular(adapted):
+        return place / "config.json" if os.path.isdir(place) else place, None  # noqa: PTH112 no path is too long for it
     path = folder / "config.json"
     base = _read(adapted).get("base_model_name_or_path")
-    if path.is_file() or not base:
+    if is_regular(path) or not base:
         return path, adapted
     elsewhere = Path(str(base)) / "config.json"
-    if not elsewhere.is_file():
+    if not is_regular(elsewhere):
         raise NetworkError(
             f"{adapted}: key 'base_model_name_or_path' is {base!r}, where no config.json lies; nothing is downloaded: "
             f"put that network's config.json into {folder}"
@@ -208,18 +210,7 @@ def _files(place: Path) -> tuple[Path, Path | None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAXIMUM_CONFIG_BYTES:
-            raise NetworkError(
-                f"{path} has {path.stat().st_size} bytes, a config at most {MAXIMUM_CONFIG_BYTES}; check the path"
-            )
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise NetworkError(
-            f"config {path} cannot be read ({error.strerror}); give a config.json or its folder"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise NetworkError(f"{path} is no JSON config ({error}); correct it") from error
+    value = CONFIG_FILE.json(CONFIG_FILE.read(path), path, constants=True)
     if not isinstance(value, dict):
         raise NetworkError(f"{path} holds a {type(value).__name__}; a config is a JSON object")
     return value
@@ -265,9 +256,19 @@ def _make(
     if depth is not None:
         settings = {**settings, MODEL_TYPES[kind].layers[0]: depth}
     settings = {key: value for key, value in settings.items() if key != PREDICTED}
-    module = make_module(paths[0], kind, settings, *lengths)
-    if adapters is not None:
-        from planner.networks.adapted_modules import adapt
+    path = paths[0]
+    try:
+        module = make_module(path, kind, settings, *lengths)
+        if adapters is not None:
+            from planner.networks.adapted_modules import adapt
 
-        adapt(paths[1], module.model, adapters)
+            path = paths[1]
+            adapt(path, module.model, adapters)
+    except MeshwrightError:
+        raise
+    except Exception as error:  # transformers checks few values of a config: whatever it raises, the config is wrong
+        raise NetworkError(
+            f"{path}: no {kind} network has these values ({type(error).__name__}: {error}); correct the key that this "
+            "names, or compare the config with one of its kind that works"
+        ) from error
     return module

@@ -17,6 +17,7 @@ from planner.networks.network import Network
 from planner.networks.python_factory import described
 from planner.networks.trust import files_are_trusted
 from simulator.errors import InputError, NetworkError
+from simulator.input_file import is_regular
 
 HOW = (
     "export the module together with its loss, as in torch.export.export(module_with_loss, (inputs, labels), "
@@ -40,7 +41,7 @@ def load_program(file: str, sequence_length: int | None) -> Network:
         The file holds no such program.
     """
     spec, path = f"pt2:{file}", Path(file)
-    if not path.is_file():
+    if not is_regular(path):
         raise NetworkError(f"network {spec!r}: there is no file {file}; name one that torch.export.save wrote")
     if not files_are_trusted():
         raise InputError(

@@ -35,9 +35,12 @@ from planner.plans.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import is_profile_path, split_cluster_file
+from simulator.input_file import FileKind
 from simulator.whole_file import write_whole
 
-MAX_FILE_BYTES = 256 * 1024 * 1024
+STRATEGY = FileKind(
+    name="strategy file", remedy="write one with `meshwright plan`", max_bytes=64 << 20, error=StrategyError
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,21 +134,7 @@ def read_plan(path: str | Path) -> Plan:
 def read_strategy(path: str | Path) -> StrategyFile:
     """Read and validate a strategy file, with the prediction it carries."""
     source = str(path)
-    try:
-        if not Path(path).is_file():
-            raise StrategyError(
-                f"strategy file {source!r} does not exist or is not a file; write one with `meshwright plan`"
-            )
-        size = Path(path).stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise StrategyError(f"{source}: {size} bytes is more than the {MAX_FILE_BYTES} a strategy file may have")
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise StrategyError(f"cannot read strategy file {source!r}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise StrategyError(
-            f"{source}: not UTF-8 text at byte {error.start}; write it again with `meshwright plan`"
-        ) from error
+    text = STRATEGY.text(path)
     found = plan_from_text(text, source)
     return replace(found, plan=replace(found.plan, hardware=_from_here(found.plan.hardware, Path(path))))
 
@@ -208,7 +197,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
 
 def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
     """Read the text of a strategy file, or of MindSpore's with a plan in it; `source` names it in errors."""
-    document = _parse_json(text, source)
+    document = STRATEGY.json(text, source)
     if mindspore.is_mindspore(document):
         document = mindspore.embedded_strategy(document, source)
     model = validate(document, source)
@@ -358,30 +347,6 @@ def _rules(texts: PlacementsModel, axes: int, where: str) -> dict[str, NodeRules
         if len({(len(rule.inputs), len(rule.outputs)) for rule in found[name]}) > 1:
             raise StrategyError(f"{where}: the rules of {name!r} differ in their number of tensors; they must agree")
     return found
-
-
-def _parse_json(text: str, source: str) -> object:
-    def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for key, value in pairs:
-            if key in found:
-                raise StrategyError(f"{source}: key {key[:80]!r} appears twice in one object; keep one")
-            found[key] = value
-        return found
-
-    def no_constants(name: str) -> object:
-        raise StrategyError(f"{source}: {name} is not a number JSON allows; write a finite number")
-
-    try:
-        parsed: object = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constants)
-    except json.JSONDecodeError as error:
-        raise StrategyError(
-            f"{source}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}; "
-            "the file may be cut short: write it again with `meshwright plan`"
-        ) from error
-    except (RecursionError, ValueError) as error:
-        raise StrategyError(f"{source}: not a strategy file: nested too deeply or a number too long") from error
-    return parsed
 
 
 def _render(value: object, indent: str = "") -> str:

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from planner.plans import mindspore
 from planner.sharding.cuts import OperatorCuts
 from planner.sharding.placement import Placement, parse_placement, placement_name
 from simulator.checks import strategy
 from simulator.errors import InputError
+from simulator.input_file import FileKind
 
 AXES = ("data", "context", "expert", "tensor")
 ANYTHING = "*"
+HINTS = FileKind(name="hints", remedy="give a YAML list of hints (docs/search.md)", max_bytes=16 << 20)
 
 Placed = tuple[Placement | None, ...]
 """Placements of tensors in order; None says nothing about one."""
@@ -101,10 +101,8 @@ def load_hints(path: str | Path) -> tuple[Hint, ...]:
     InputError
         For a file that cannot be read, is no such list, or names no placement; it says where.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"hints {str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
+    text = HINTS.text(path)
+    content = HINTS.json(text, path) if Path(path).suffix == ".json" else HINTS.yaml(text, path, strict=False)
     if mindspore.is_mindspore(content):
         found = mindspore.parts_by_operator(content, str(path)).items()
         return tuple(Hint(pattern=name, cuts=OperatorCuts(inputs=parts), exact=True) for name, parts in found if parts)

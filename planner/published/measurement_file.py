@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simulator.errors import InputError
+from simulator.input_file import FileKind
 
 _CONFIGURATION = (
     "row_id", "source", "model", "arch", "n_layers", "hidden", "n_heads", "n_kv_heads", "ffn_hidden", "vocab",
@@ -38,7 +39,7 @@ _RESULTS = (
     "outcome", "notes",
 )  # fmt: skip
 """Columns that are no facts of a run that are known before it."""
-_MAX_BYTES = 256 * 2**20
+MEASUREMENTS = FileKind(name="measurements", remedy="name a CSV file (docs/measurements.md)", max_bytes=64 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ def read_rows(path: Path) -> list[FileRow]:
 
     Columns beyond the schema are ignored; a file whose rows state no speeds at all may be predicted as well.
     """
-    reader = csv.reader(io.StringIO(_content(path), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(MEASUREMENTS.text(path), newline=""), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
         if not header:
@@ -87,17 +88,6 @@ def read_rows(path: Path) -> list[FileRow]:
     if not rows:
         raise InputError(f"{path}: no row below the header; name a file that holds measurements")
     return rows
-
-
-def _content(path: Path) -> str:
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise InputError(f"{path}: larger than {_MAX_BYTES >> 20} MiB; split it")
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"cannot read {str(path)!r}: {error.strerror or error}; name a CSV file") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
 
 
 def _check_header(path: Path, header: list[str]) -> None:

@@ -21,6 +21,7 @@ from planner.graph.cache import code_digest
 from planner.what_if.rows import WhatIfRow, row_of
 from simulator.errors import InputError
 from simulator.hardware import load_profile
+from simulator.input_file import FileKind
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from planner.planning.planning import PlanRequest, PlanResult
 
 SUFFIX = ".partial.jsonl"
-MAX_FILE_BYTES = 2**30
+JOURNAL = FileKind(name="journal of a sweep", remedy="remove it or choose another --out", max_bytes=1 << 28)
 Write = Callable[["PlanRequest", "OperatorGraph", WhatIfRow], None]
 
 
@@ -60,12 +61,7 @@ def read(journal: Path, requests: Sequence[PlanRequest], graph: OperatorGraph) -
     with _explained(journal):
         if not journal.exists():
             return Kept()
-        if not journal.is_file() or journal.stat().st_size > MAX_FILE_BYTES:
-            raise InputError(
-                f"{str(journal)!r} is no journal of a sweep (no file, or larger than {MAX_FILE_BYTES} bytes); "
-                "remove it or choose another --out"
-            )
-        lines = journal.read_bytes().splitlines()
+    lines = JOURNAL.read(journal).splitlines()
     numbers = {point_key(request, graph): number for number, request in enumerate(requests)}
     rows: dict[int, WhatIfRow] = {}
     damaged = other = 0

@@ -8,14 +8,12 @@ hold for other plans as far as those use the same classes and sizes.
 from __future__ import annotations
 
 import datetime as dt
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy.optimize import minimize
 
@@ -23,13 +21,15 @@ from simulator.calibration.fits import rounded
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile, profile_text, split_cluster_file, write_profile
+from simulator.input_file import FileKind
+from simulator.profile_file import PROFILE
 from simulator.program import Kernel, described_class
 
 PRIOR = 0.02
 """Weight of "nothing to correct" against the logarithmic errors of a class, whose weights add up to one."""
 MOST = 20.0
 """Largest factor of a correction."""
-MAX_FILE_BYTES = 2**28
+RUN = FileKind(name="run", remedy="give a file of `meshwright execute --measure --out`", max_bytes=64 << 20)
 
 Data = dict[str, Any]
 Positive = Field(gt=0, lt=1e6, allow_inf_nan=False)
@@ -117,12 +117,7 @@ def read_run(path: str | Path) -> RunModel:
         It is no such document; names the file and the field.
     """
     file = Path(path)
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise InputError(f"{file} is larger than {MAX_FILE_BYTES} bytes; give a file of `meshwright execute --out`")
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{file} cannot be read as JSON: {error}; give a file of `meshwright execute --out`") from None
+    document = RUN.json(RUN.read(file), file)
     if isinstance(document, dict) and document.get("comparison") is None:
         raise InputError(f"{file} has no measurements of instructions; run `meshwright execute --measure --out {file}`")
     try:
@@ -160,7 +155,7 @@ def correct_profile(run_files: Sequence[str | Path], profile: str | None, out: s
         raise InputError(
             f"{name} is a profile with the file of a cluster; runs correct a profile alone, give it with --hw"
         )
-    data: Data = yaml.safe_load(profile_text(name)[0])
+    data: Data = PROFILE.yaml(profile_text(name)[0], name)
     names = tuple(f"{run.comparison.network} on {run.comparison.processes} processes" for run in runs)
     origin = f"{' and '.join(names)}, {dt.datetime.now(dt.UTC).date().isoformat()}"
     corrections = [

@@ -10,6 +10,9 @@ import numpy as np
 import pandas as pd
 
 from simulator.errors import InputError
+from simulator.input_file import FileKind
+
+TABLE = FileKind(name="measurements", remedy="give a readable CSV file", max_bytes=1 << 28)
 
 LIMITS: Mapping[str, tuple[float, float]] = {
     "m": (1, 1e10),
@@ -102,4 +105,5 @@ def _column(path: Path, frame: pd.DataFrame, name: str) -> pd.Series[float] | pd
 def _text(path: Path, stamp: int) -> pd.DataFrame:
     """Content of a file as text; `stamp` makes a changed file another one."""
     del stamp
-    return pd.read_csv(path, dtype=str, keep_default_na=False)
+    with TABLE.open(path) as stream:
+        return pd.read_csv(stream, dtype=str, keep_default_na=False)

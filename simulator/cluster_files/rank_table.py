@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from simulator.errors import ProfileError
-from simulator.profile_file import read_limited
+from simulator.input_file import FileKind
 
 REMEDY = "see docs/topology.md, Rank tables"
+RANK_TABLE = FileKind(name="rank table", remedy=REMEDY, max_bytes=16 << 20, error=ProfileError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ def is_rank_table(content: bytes) -> bool:
 
 def read_rank_table(path: str) -> RankTable:
     """Rank table in the file `path`; ProfileError says what is wrong."""
-    return parse_rank_table(read_limited(Path(path).expanduser()), path)
+    return parse_rank_table(RANK_TABLE.read(path), path)
 
 
 def parse_rank_table(content: bytes, file: str) -> RankTable:
@@ -95,31 +94,10 @@ def parse_rank_table(content: bytes, file: str) -> RankTable:
 
 
 def _data(content: bytes, file: str) -> dict[str, Any]:
-    try:
-        data = json.loads(content.decode(), parse_constant=_refuse_constant, object_pairs_hook=_unrepeated)
-    except json.JSONDecodeError as error:
-        before = content.decode()[: error.pos].rstrip()
-        comma = " (a comma before a closing bracket is no JSON)" if before.endswith(",") else ""
-        raise ProfileError(
-            f"rank table {file} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}{comma}"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ProfileError(f"rank table {file} is not valid JSON: {error}; {REMEDY}") from None
+    data = RANK_TABLE.json(content, file)
     if not isinstance(data, dict) or not {"group_list", "server_list"} & set(data):
         raise ProfileError(f"{file} has neither group_list nor server_list, so it is no rank table; {REMEDY}")
     return data
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = Counter(name for name, _ in pairs)
-    for name, count in names.items():
-        if count > 1:
-            raise ValueError(f"key {name!r} stands {count} times in one object")
-    return dict(pairs)
 
 
 # The three forms

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from simulator.errors import InputError, ProgramError
+from simulator.input_file import FileKind
 from simulator.schedules.schedule import ActionKind, Schedule, check_schedule
 
 _CELL = re.compile(r"(\d+)(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)(\d*)")
@@ -24,6 +25,7 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 _COMPUTED = {kind.letter: kind for kind in ActionKind}
 _EXCHANGED = {"SEND_F", "RECV_F", "SEND_B", "RECV_B"}
 Key = tuple[str, int, int]
+SCHEDULE = FileKind(name="schedule", remedy="give a CSV file in PyTorch's format", max_bytes=16 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +50,7 @@ def parse_schedule_csv(path: Path) -> Schedule:
     ProgramError
         When actions are missing, twice or on two ranks, or the schedule deadlocks; with ranks and actions.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"Cannot read the schedule {path}: {error}") from error
-    rows = _rows(path, text)
+    rows = _rows(path, SCHEDULE.text(path))
     while rows and not rows[-1]:
         rows.pop()
     if not rows:

@@ -246,7 +246,7 @@ def test_a_strategy_whose_profile_is_gone_names_the_file_and_the_remedy() -> Non
     write_plan(make_plan(hardware="gone.yaml"), "mine.json")
     result = run("simulate", "mine.json")
     assert result.exit_code == 2
-    for word in ("mine.json: hardware.profile", "gone.yaml does not exist", "--hw"):
+    for word in ("mine.json: hardware.profile", "gone.yaml' does not exist", "--hw"):
         assert word in result.stderr
 
 

@@ -137,7 +137,7 @@ def test_wrong_configs(tmp_path: Path, text: str, words: str) -> None:
 def test_a_config_that_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         read_config(tmp_path / "none.yaml")
-    with pytest.raises(InputError, match="not a file"):
+    with pytest.raises(InputError, match="is a folder, not a regular file"):
         read_config(tmp_path)
 
 

@@ -51,7 +51,7 @@ def test_a_table_takes_another_form() -> None:
         ([A2, "--servers", "a,b", "--device-ip", "192.0.0.{rank}"], "use {server} and {device}"),
         ([A2, "--servers", "a,b", "--device-ip", "192.0.0.{device}"], "device_ip 192.0.0.0 stands 2 times"),
         (["dgx-a100", "--servers", "a"], "rank tables describe Ascend servers"),
-        (["none.json"], "none.json does not exist"),
+        (["none.json"], "'none.json' does not exist"),
         (["none.json", "--servers", "a"], "leave out --servers"),
     ],
 )

@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused(profile, tmp_path):
     with pytest.raises(InputError, match="--measure"):
         read_run(tmp_path / "plain.json")
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(InputError, match="cannot be read as JSON"):
+    with pytest.raises(InputError, match="is not valid JSON"):
         read_run(tmp_path / "broken.json")
     document = json.loads(run.read_text())
     document["comparison"]["work"][0]["busy_s"] = -1

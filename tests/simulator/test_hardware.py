@@ -132,7 +132,7 @@ def test_only_regular_files_of_moderate_size_are_read(tmp_path: Path) -> None:
         check_profile(str(tmp_path))
     large = tmp_path / "large.yaml"
     large.write_bytes(b"#" * (1 << 20) + b"\n")
-    with pytest.raises(ProfileError, match="larger than 1048576 bytes"):
+    with pytest.raises(ProfileError, match="at most 1048576 are read"):
         load_profile(str(large))
 
 

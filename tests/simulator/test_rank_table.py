@@ -184,7 +184,7 @@ def test_what_breaks_a_rule_is_named(case: str, hardware: Callable[..., Hardware
         ('{"version": "1.0", "version": "1.2", "server_list": []}', "key 'version' stands 2 times"),
         ('{"server_list": NaN}', "NaN is no number"),
         ("[" * 100_000, "not valid JSON"),
-        ("\xff", "not valid JSON|neither"),
+        ("\xff", "not valid JSON|neither|not UTF-8"),
     ],
 )
 def test_broken_files_are_named(text: str, message: str, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from planner.execution.checkpoints.record import (
+    CHECKPOINT,
     RECORD,
     CheckpointRecord,
     checkpoint_name,
@@ -243,16 +244,14 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _read_index(path: Path) -> Metadata:
     """Read the index of a checkpoint, which is a pickle, without letting it run anything."""
+    content = CHECKPOINT.read(path)
     try:
-        content = path.read_bytes()
         found = _IndexUnpickler(io.BytesIO(content)).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
         for info in (found.storage_data or {}).values():
             if Path(info.relative_path).name != info.relative_path:
                 raise pickle.UnpicklingError(f"it names a file outside: {info.relative_path}")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; resume from another checkpoint") from None
     except Exception as error:  # noqa: BLE001 a damaged pickle raises whatever it likes
         raise InputError(f"{path} is not the index of a checkpoint: {error}; resume from another") from None
     return found

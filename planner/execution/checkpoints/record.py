@@ -10,9 +10,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from simulator.errors import InputError
+from simulator.input_file import FileKind
 from simulator.whole_file import write_whole
 
 RECORD = "checkpoint.json"
+CHECKPOINT = FileKind(name="checkpoint", remedy="resume from another checkpoint", max_bytes=1 << 28)
 FINISHED = re.compile(r"step-(\d{8,})")
 UNFINISHED = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}\.tmp")
 
@@ -96,9 +98,7 @@ def read_record(path: Path) -> CheckpointRecord:
     """
     file = path / RECORD
     try:
-        return CheckpointRecord.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}; resume from another checkpoint") from None
+        return CheckpointRecord.model_validate_json(CHECKPOINT.read(file))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import zlib
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.errors import InputError
+from simulator.input_file import FileKind
 
 IDX_UNSIGNED_BYTE = 8
-LARGEST_IDX_BYTES = 2**31
+MAX_BYTES = 1 << 28
+IMAGES = FileKind(name="data file", remedy="copy the file again", max_bytes=MAX_BYTES)
 LABELS_START = 8
 """Bytes before the first label: the magic number and one dim."""
 PIECE_BYTES = 2**16
@@ -83,19 +86,21 @@ def read_idx(path: Path) -> Bytes:
 
 
 def _contents(path: Path) -> bytes:
-    found = io.BytesIO()
-    try:
+    with IMAGES.open(path) as file:
         if path.suffix != ".gz":
-            return path.read_bytes()
-        with gzip.open(path) as file:
-            while found.tell() < LARGEST_IDX_BYTES and (piece := file.read1(PIECE_BYTES)):
-                found.write(piece)
-    except (OSError, EOFError, zlib.error) as error:
-        size = path.stat().st_size if path.exists() else 0
-        raise InputError(
-            f"{path} cannot be read ({error}) within its {size} bytes, behind byte {found.tell()} of what it holds; "
-            "copy the file again"
-        ) from None
+            return file.read()
+        found = io.BytesIO()
+        try:
+            with gzip.open(file) as unpacked:
+                while piece := unpacked.read1(PIECE_BYTES):
+                    found.write(piece)
+                    if found.tell() > MAX_BYTES:
+                        raise EOFError(f"more than {MAX_BYTES} bytes are packed in it")
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(
+                f"{path} cannot be read ({error}) within its {os.fstat(file.fileno()).st_size} bytes, behind byte "
+                f"{found.tell()} of what it holds; copy the file again"
+            ) from None
     return found.getvalue()
 
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from planner.execution.data.formats import read_cifar10, read_mnist
 from planner.execution.data.token_files import Tokens, read_tokens, token_offset
 from simulator.errors import InputError
+from simulator.input_file import FileKind
 
 LANGUAGE_KINDS = {"tokens", "next_tokens"}
 LANGUAGE_DATA = ("text", "tokens")
+TEXT = FileKind(name="text file", remedy="give another with --data text:FILE", max_bytes=1 << 28)
 SYNTHETIC_SAMPLES = 4096
 PIECE = 1 << 24
 """Tokens that are looked through at a time."""
@@ -213,12 +215,7 @@ def _resized(pixels: Tensor, spec: InputSpec) -> Tensor:
 
 def _text(place: str, specs: tuple[InputSpec, ...]) -> Dataset:
     path = Path(place) if place else _bundled_text()
-    try:
-        content = np.frombuffer(path.read_bytes(), np.uint8)
-    except OSError as error:
-        raise InputError(
-            f"text file {path} cannot be read: {error.strerror}; give another with --data text:FILE"
-        ) from None
+    content = np.frombuffer(TEXT.read(path), np.uint8)
     return _windows(content, f"text file {path}", f"bytes of {place or path.name}", specs)
 
 

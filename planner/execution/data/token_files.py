@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from simulator.errors import InputError
+from simulator.input_file import FileKind
 
 Tokens = NDArray[Any]
 """A memory map of integers, one for each token."""
@@ -21,7 +23,9 @@ HEADER_BYTES = 256 * 4
 RAW = np.dtype("<u2")
 RAW_WIDE = np.dtype("<u4")
 WIDE_ENDINGS = (".u32", ".uint32")
+MAX_TOKENS = 1 << 48
 REMEDY = "copy or make the file again"
+TOKENS = FileKind(name="token file", remedy="give another with --data tokens:FILE", max_bytes=None)
 
 
 def read_tokens(path: Path) -> Tokens:
@@ -36,13 +40,9 @@ def read_tokens(path: Path) -> Tokens:
     InputError
         The file cannot be read, is cut off or is of no such format; names it and the offset.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(12)
-    except OSError as error:
-        raise InputError(f"token file {path} cannot be read: {error.strerror}; give another with --data tokens:FILE") \
-            from None  # fmt: skip
+    with TOKENS.open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(12)
     if size == 0:
         raise InputError(f"token file {path} is empty; {REMEDY}")
     if start.startswith(NPY_MAGIC):
@@ -75,14 +75,14 @@ def _with_header(path: Path, size: int, start: bytes) -> Tokens:
 
 def _npy(path: Path, size: int) -> Tokens:
     try:
-        with path.open("rb") as file:
+        with TOKENS.open(path) as file:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
             shape, _, dtype = read(file)
             offset = file.tell()
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # noqa: BLE001 numpy has Python parse the header, which raises whatever it likes
         raise InputError(f"token file {path} has no readable header at byte 0 ({error}); {REMEDY}") from None
-    if len(shape) != 1 or dtype.kind not in "iu":
+    if len(shape) != 1 or dtype.kind not in "iu" or not 0 <= shape[0] < MAX_TOKENS:
         raise InputError(
             f"token file {path} holds {dtype} of shape {shape} (header at byte 0), not integers in one dim; flatten it "
             "to token numbers"

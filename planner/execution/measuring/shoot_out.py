@@ -23,8 +23,10 @@ from planner.plans.alternatives import alternative_files
 from planner.plans.file import plan_to_text, read_plan
 from planner.plans.plan import Plan
 from simulator.errors import InputError, MeshwrightError
+from simulator.input_file import FileKind
 
 SUFFIX = ".shoot-out.jsonl"
+JOURNAL = FileKind(name="journal of a comparison", remedy="remove it", max_bytes=1 << 28)
 MOST_STARTS = 2
 """A plan that has ended the whole command so often is not started again."""
 
@@ -176,12 +178,10 @@ def _read(journal: Path) -> tuple[dict[str, Outcome], dict[str, int]]:
 
 
 def _lines(journal: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        text = journal.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+    if not journal.exists():
         return
-    for line in text.splitlines():
-        with suppress(ValueError):
+    for line in JOURNAL.read(journal).splitlines():
+        with suppress(ValueError, RecursionError):
             found = json.loads(line)
             if isinstance(found, dict) and isinstance(found.get("key"), str):
                 yield found

@@ -154,7 +154,7 @@ class TestText:
             batches(f"text:{path}", TOKENS)
 
     def test_missing(self):
-        with pytest.raises(InputError, match="cannot be read"):
+        with pytest.raises(InputError, match="does not exist"):
             batches("text:nowhere.txt", TOKENS)
 
     def test_small_vocabulary(self):
@@ -250,7 +250,7 @@ class TestTokenFiles:
             check_dataset(dataset, (spec,))
 
     def test_missing(self):
-        with pytest.raises(InputError, match=r"gone.bin cannot be read: No such file.*--data tokens:FILE"):
+        with pytest.raises(InputError, match=r"gone.bin. does not exist.*--data tokens:FILE"):
             batches("tokens:gone.bin", TOKENS)
 
 

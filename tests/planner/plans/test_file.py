@@ -215,13 +215,13 @@ def test_a_missing_field_is_named(field: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "not JSON at line 1"),
+        ("", "not valid JSON: line 1"),
         ("[]", "not a strategy file"),
-        ('{"format": "a", "format": "b"}', "'format' appears twice"),
+        ('{"format": "a", "format": "b"}', "'format' stands 2 times"),
         ('{"format": NaN}', "NaN"),
         ('{"format": -Infinity}', "Infinity"),
-        ("[" * 100_000, "nested too deeply"),
-        ("1" * 10_000, "number too long"),
+        ("[" * 100_000, "nested deeper than"),
+        ("1" * 10_000, "more than 40 digits"),
     ],
 )
 def test_hostile_text(text: str, words: str) -> None:
@@ -238,7 +238,7 @@ def test_a_number_too_large_for_a_float_is_refused() -> None:
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="does not exist"):
         read_plan(tmp_path / "none.json")
-    with pytest.raises(StrategyError, match="not a file"):
+    with pytest.raises(StrategyError, match="is a folder, not a regular file"):
         read_plan(tmp_path)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(StrategyError, match="not UTF-8"):
