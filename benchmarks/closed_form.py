@@ -38,7 +38,7 @@ from planner.search.configurations.space import configurations
 from planner.search.configurations.step_model import Configuration
 from planner.search.problem.unaligned import aligned
 from planner.search.stages.partition import partition
-from planner.search.stages.segments import simplified
+from planner.search.stages.task import simplified
 from simulator import fast_engine
 from simulator.contention import segment_transfers
 from simulator.errors import MeshwrightError

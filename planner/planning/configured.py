@@ -22,10 +22,9 @@ from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.plan import Certificate, Plan, Status, expanded_rules
 from planner.plans.request import Pins
 from planner.search.candidates import that_can_cut
-from planner.search.configurations.alternatives import diverse
 from planner.search.configurations.bounds import work_bound
 from planner.search.configurations.branch_and_bound import explore
-from planner.search.configurations.explored import Explored, Placed, Unfit, joined
+from planner.search.configurations.explored import Explored, Placed, Unfit, diverse, joined
 from planner.search.configurations.limits import PROOF
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, orders
@@ -35,10 +34,11 @@ from planner.search.patience import Patience
 from planner.search.problem.hints import first_not_kept
 from planner.search.problem.unaligned import in_runs
 from planner.search.stages.partition import partition
-from planner.search.stages.segments import simplified
+from planner.search.stages.task import simplified
 from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.search.units.hinted import NO_HINTS, StageHints, StageMesh, check_possible, hinted_decisions
-from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
+from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, stage_tables
+from planner.search.units.rules import rules_of
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis
 from planner.sharding.placement import Mesh
 from simulator.errors import ContextError, InputError, UnsupportedError

@@ -16,7 +16,7 @@ from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.step_model import Configuration
 from planner.search.stages.fragments import FILL, STEADY, FloatArray
 from planner.search.stages.partition import partition
-from planner.search.stages.segments import simplified
+from planner.search.stages.task import simplified
 from planner.search.units.stage_decisions import links_of
 from simulator.errors import InputError
 from simulator.hardware import Hardware

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.search.configurations.alternatives import PER_SHAPE, shape_of
 from planner.search.configurations.bounds import weight
-from planner.search.configurations.explored import Explored
+from planner.search.configurations.explored import PER_SHAPE, Explored, shape_of
 from planner.search.configurations.limits import (
     DIVE,
     LABELLED,

@@ -32,7 +32,7 @@ from planner.search.stages.fragments import (
     IntArray,
 )
 from planner.search.stages.rank_memory import least_busiest
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 from planner.search.units.labels import StageTables
 from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware

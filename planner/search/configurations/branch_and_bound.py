@@ -17,7 +17,6 @@ from dataclasses import replace
 import numpy as np
 
 from planner.search.configurations.agenda import Agenda
-from planner.search.configurations.alternatives import shape_of
 from planner.search.configurations.bounds import (
     chained_bound,
     chains_s,
@@ -34,7 +33,7 @@ from planner.search.configurations.bounds import (
     weight,
     whole_bound,
 )
-from planner.search.configurations.explored import Explored, Placed, Unfit
+from planner.search.configurations.explored import Explored, Placed, Unfit, shape_of
 from planner.search.configurations.least_states import LeastStates, least_states_of
 from planner.search.configurations.limits import (
     ALIKE,
@@ -61,7 +60,7 @@ from planner.search.patience import Patience
 from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.fragments import WIDTH, FloatArray
 from planner.search.stages.partition import lists_cuts, partition, proves_misfit
-from planner.search.stages.segments import MANY, PartitionTask, idealised, simplified, undominated
+from planner.search.stages.task import MANY, PartitionTask, idealised, simplified, undominated
 from planner.search.units.labels import StageTables
 from simulator.errors import InputError
 

@@ -9,7 +9,7 @@ from planner.search.configurations.explored import Placed
 from planner.search.configurations.step_model import Configuration
 from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import WIDTH, FloatArray
-from planner.search.stages.segments import PartitionTask, simplified
+from planner.search.stages.task import PartitionTask, simplified
 
 BY_TURNS = 1e-3
 """By how much the bound of one more base of a stage mesh counts as higher when bases are opened."""

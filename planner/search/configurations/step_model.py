@@ -74,7 +74,7 @@ from planner.search.configurations.stored_ways import (
     uneven_passes_s,
 )
 from planner.search.stages.fragments import ACTIVATION, STEADY, TRANSIENT, FloatArray, Fragments, IntArray
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 from planner.search.stages.unit_pins import FREE, UnitPins
 from simulator.launches import send_stall
 from simulator.program import Collective

@@ -18,7 +18,7 @@ import numpy.ma  # which numpy else loads in the midst of a search, for `np.uniq
 
 from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, STEADY, FloatArray, IntArray
 from planner.search.stages.listed_cuts import few_cuts, least_listed
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 
 LONG = 48
 """Most units of a chain that is bounded so."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from planner.search.stages.fragments import ACTIVATION, RESIDENT, STEADY, TRANSIENT, FloatArray, IntArray
-
-if TYPE_CHECKING:
-    from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 
 _ROUNDING = 1e-12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from planner.search.stages.fragments import ACTIVATION, RESIDENT, TRANSIENT, FloatArray
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 
 
 def turns_s(task: PartitionTask, fill_s: FloatArray, busy_s: FloatArray) -> float:

@@ -28,7 +28,8 @@ from planner.search.stages.fragments import (
 )
 from planner.search.stages.listed_cuts import listed_cuts, listed_s
 from planner.search.stages.outcome import Partition
-from planner.search.stages.segments import ROUNDING, PartitionTask
+from planner.search.stages.segments import ROUNDING
+from planner.search.stages.task import PartitionTask
 
 LISTED = 48
 """Cuts with the least bounds whose turns are looked at."""

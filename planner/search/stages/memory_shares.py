@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.search.stages.fragments import ACTIVATION, FILL, RESIDENT, STEADY, TRANSIENT, FloatArray, IntArray
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 
 _WAYS = 6
 """Most ways of the most frequent unit that are mixed."""

@@ -28,7 +28,8 @@ from planner.search.stages.fragments import (
     undominated_of_each,
 )
 from planner.search.stages.priced_chain import Choice, PricedChain, Ways
-from planner.search.stages.segments import ROUNDING, PartitionTask
+from planner.search.stages.segments import ROUNDING
+from planner.search.stages.task import PartitionTask
 
 BEAMS = (16, 64, 256)
 """Ways through the first units that are kept in a boundary state, one try after the other."""

@@ -43,7 +43,8 @@ from planner.search.stages.listed_search import listed_partition
 from planner.search.stages.one_rank import CLOSE, choose
 from planner.search.stages.outcome import Partition
 from planner.search.stages.picked import Picks, made, objective_s, unlimited_s
-from planner.search.stages.segments import ROUNDING, PartitionTask, Segments, unlimited
+from planner.search.stages.segments import ROUNDING, Segments
+from planner.search.stages.task import PartitionTask, unlimited
 from planner.search.stages.turn_search import search_limited, search_turns
 from planner.search.stages.two_chunks import best_pair
 

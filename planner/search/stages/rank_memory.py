@@ -19,7 +19,7 @@ from planner.search.stages.fragments import (
     FloatArray,
     Fragments,
 )
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 
 PRICES = np.concatenate([[0.0], np.geomspace(0.03, 100.0, 12)])
 """Prices of all bytes that the greediest way of a block keeps, in least times of a block."""

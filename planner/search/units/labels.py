@@ -26,7 +26,6 @@ from planner.search.units.records import (
     UnitLabels,
     Weights,
 )
-from planner.search.units.rules import rules_of
 from planner.search.units.stage_decisions import StageDecisions, stage_decisions
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
@@ -46,7 +45,6 @@ __all__ = [
     "TiedParameter",
     "UnitLabels",
     "Weights",
-    "rules_of",
     "stage_decisions",
     "stage_tables",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from planner.plans.plan import LayerRules, NodeRules
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import Setting
 from planner.search.problem.variables import Kind
+from planner.search.units.labels import StageTables
 from planner.search.units.records import Weights
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import StageOptions
@@ -24,9 +24,6 @@ from planner.search.units.sweep import STEP_WEIGHTS
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import Rule
 from simulator.errors import InputError
-
-if TYPE_CHECKING:
-    from planner.search.units.labels import StageTables
 
 UnitRules = Mapping[int, NodeRules]
 """Rules of a unit's nodes, by index in the folded graph."""

@@ -15,7 +15,7 @@ from planner.search.stages.byte_grid import LONG, ByteGrid, GridKind, spacing_of
 from planner.search.stages.fragments import ACTIVATION, STEADY, TRANSIENT, Fragments
 from planner.search.stages.partition import partition
 from planner.search.stages.priced_chain import PricedChain, Ways
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 
 TENSOR = 64.0
 Way = tuple[int, float, int, int]

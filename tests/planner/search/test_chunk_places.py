@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.search.stages.chunk_places import ChunkPlaces
 from planner.search.stages.fragments import ACTIVATION, RESIDENT, STEADY, TRANSIENT
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 from tests.planner.search.test_pipeline_partition import tasks
 
 

@@ -15,7 +15,6 @@ from planner.cost.software import as_run
 from planner.cost.work import optimizer
 from planner.planning.configured import undivided
 from planner.plans.request import Pins
-from planner.search.configurations.alternatives import diverse, shape_of
 from planner.search.configurations.bounds import (
     chained_bound,
     computed_ahead,
@@ -27,7 +26,7 @@ from planner.search.configurations.bounds import (
     task_bound,
 )
 from planner.search.configurations.branch_and_bound import explore
-from planner.search.configurations.explored import Explored
+from planner.search.configurations.explored import Explored, diverse, shape_of
 from planner.search.configurations.least_states import least_states_in, least_states_of
 from planner.search.configurations.schedule_shapes import PINNED, SEARCHED
 from planner.search.configurations.space import Extent, bases, configurations, storages
@@ -35,7 +34,7 @@ from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.exact.elimination import TooWideError
 from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.partition import partition
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 from planner.search.units.labels import StageTables
 from planner.search.units.records import Least
 from simulator.hardware import Hardware, load_profile

@@ -29,7 +29,7 @@ from planner.search.configurations.bounds import even_bound
 from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.explored import Placed
 from planner.search.stages.partition import partition
-from planner.search.stages.segments import simplified
+from planner.search.stages.task import simplified
 from simulator.hardware import Hardware, load_profile
 from simulator.launches import SHARDED
 from simulator.program import Kernel

@@ -20,7 +20,8 @@ from planner.graph.scaling import at_batch
 from planner.lowering import LoweringOptions, lower_graph
 from planner.networks import load_network
 from planner.plans.plan import LayerRules, NodeRules
-from planner.search.units.labels import RECOMPUTE, StageTables, rules_of, stage_decisions, stage_tables
+from planner.search.units.labels import RECOMPUTE, StageTables, stage_decisions, stage_tables
+from planner.search.units.rules import rules_of
 from planner.sharding.placement import Mesh
 from simulator.corrections import kernel_factor, message_time
 from simulator.errors import InputError

@@ -20,7 +20,7 @@ from planner.search.stages.fragments import (
 )
 from planner.search.stages.partition import partition, proves_misfit
 from planner.search.stages.priced_chain import PricedChain
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.task import PartitionTask
 from tests.planner.search.test_byte_grid import on_one_rank
 from tests.planner.search.test_pipeline_partition import brute_force, check, tasks
 

@@ -17,7 +17,8 @@ from planner.search.stages.chain_bound import chain_bound
 from planner.search.stages.cutting import cut
 from planner.search.stages.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
 from planner.search.stages.partition import Partition, PartitionTask, partition
-from planner.search.stages.segments import Segments, idealised
+from planner.search.stages.segments import Segments
+from planner.search.stages.task import idealised
 
 
 @st.composite

@@ -17,7 +17,7 @@ from planner.search.configurations.step_model import Configuration
 from planner.search.stages.chain_bound import chain_bound
 from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import Fragments
-from planner.search.stages.segments import MANY, PartitionTask, simplified, undominated
+from planner.search.stages.task import MANY, PartitionTask, simplified, undominated
 from tests.planner.search.made_tables import made_tables
 from tests.planner.search.test_configurations import A100, model, network, search
 
