@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 JOBS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow lint format types bench clean
+.PHONY: help demo test slow lint format types bench compatibility clean
 
 help:
 	@echo "make demo    set up, calibrate this machine, plan, run for real, write reports/out/demo.html"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint    ruff, lint and format"
 	@echo "make types   mypy, strict"
 	@echo "make bench   the benchmarks (pytest-benchmark)"
+	@echo "make compatibility   the tests on the oldest and the newest torch, with every Python found"
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
@@ -46,6 +47,9 @@ types: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -m "slow or not slow"
+
+compatibility:
+	$(PYTHON) .ci/compatibility.py --jobs $(JOBS) --write docs/compatibility.md
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks reports/out

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from planner.graph.capture_errors import capture_error, user_source
 from planner.graph.dropout import dropout_operator
 from simulator.errors import NetworkError
+from simulator.torch_versions import untried_torch
 
 MARKERS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
 """Primes to stand for the batch size: a dim that one of them divides is a batch dim."""
@@ -78,7 +79,7 @@ def trace(
                 joint = aot_export_joint_with_descriptors(stack, forward, example).graph_module
         except Exception as error:
             raise capture_error(network, error) from error
-    return Trace(graph=joint.graph, marker=marker, names=_parameter_names(module), notes=tuple(notes))
+    return Trace(graph=joint.graph, marker=marker, names=_parameter_names(module), notes=(*notes, *untried_torch()))
 
 
 @contextmanager

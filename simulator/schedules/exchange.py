@@ -1,8 +1,8 @@
 """Schedules as PyTorch writes them: a CSV file with a row for each rank and an action in each cell.
 
 Cells are ``2F0`` (stage, kind, micro-batch), empty for a pause, or ``(2F1;0B0)OVERLAP_F_B``. Files of format
-``compute_comms`` also hold sends and receives, which must match and be able to run in their order, and what sharded
-parameters do (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``), which is left out.
+``compute_comms`` also hold sends, receives and, since torch 2.15, waits for sends, which must match and be able to run
+in their order, and the messages of sharded parameters, which are left out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import numpy as np
 from simulator.errors import InputError, ProgramError
 from simulator.input_file import FileKind
 from simulator.schedules.schedule import ActionKind, Schedule, check_schedule
+from simulator.torch_versions import NEWEST_TRIED, written
 
-_CELL = re.compile(r"(\d+)(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)(\d*)")
+_CELL = re.compile(r"(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d*)")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 _COMPUTED = {kind.letter: kind for kind in ActionKind}
-_EXCHANGED = {"SEND_F", "RECV_F", "SEND_B", "RECV_B"}
+_EXCHANGED = {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B"}
+_LEFT_OUT = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
 Key = tuple[str, int, int]
 SCHEDULE = FileKind(name="schedule", remedy="give a CSV file in PyTorch's format", max_bytes=16 << 20)
 
@@ -115,13 +117,15 @@ def _cell(path: Path, text: str, line: int, column: int) -> _Cell | None:
             if not micro_batch or (pair and name not in _COMPUTED):
                 break
             keys.append((name, int(stage), int(micro_batch)))
+        elif name not in _LEFT_OUT:
+            break
     else:
         if pair and len(keys) != 2:
             raise InputError(f"{path}, line {line}, column {column}: '{text}' does not hold two actions to overlap")
         return _Cell(keys=tuple(keys), line=line, column=column) if keys else None
     raise InputError(
-        f"{path}, line {line}, column {column}: '{text}' is not an action: write stage, F, B, I or W, and micro-batch, "
-        "such as 2F0, or (2F1;0B0)OVERLAP_F_B"
+        f"{path}, line {line}, column {column}: '{text}' is not an action that torch up to {written(NEWEST_TRIED)} "
+        "writes: write stage, F, B, I or W, and micro-batch, such as 2F0, or (2F1;0B0)OVERLAP_F_B"
     )
 
 
@@ -206,6 +210,8 @@ def _missing(cell: _Cell, done: set[Key], rank_of: list[int]) -> list[Key]:
     for name, stage, micro_batch in cell.keys:
         if name.startswith("SEND"):
             needs.append((name[-1], stage, micro_batch))
+        elif name.startswith("WAIT"):  # a send ends when the other side receives
+            needs.append((f"RECV_{name[-1]}", stage + (-1 if name[-1] == "B" else 1), micro_batch))
         elif name.startswith("RECV"):
             needs.append((f"SEND_{name[-1]}", stage + (1 if name[-1] == "B" else -1), micro_batch))
         elif name != "W":

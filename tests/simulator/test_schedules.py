@@ -94,7 +94,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_comms_are_checked_and_left_out(tmp_path: Path) -> None:
-    rows = ["0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD", "1RECV_F0,1F0,1I0,1SEND_B0,1W0"]
+    rows = ["0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD", "1RECV_F0,1F0,1I0,1SEND_B0,1W0"]
     schedule = parse_schedule_csv(written(tmp_path, "\n".join(rows)))
     assert [[str(action) for action in schedule.actions(rank)] for rank in (0, 1)] == [
         ["0F0", "0B0"],
@@ -102,12 +102,22 @@ def test_comms_are_checked_and_left_out(tmp_path: Path) -> None:
     ]
 
 
+def test_waits_for_sends_come_behind_what_they_wait_for(tmp_path: Path) -> None:
+    receiver = "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0"
+    good = "0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0"
+    assert str(parse_schedule_csv(written(tmp_path, f"{good}\n{receiver}\n")).actions(0)[0]) == "0F0"
+    stuck = "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0\n0F0,0WAIT_SEND_F0,0SEND_F0,0RECV_B0,0B0\n"
+    with pytest.raises(ProgramError, match=r"rank 1 at 0WAIT_SEND_F0 \(line 2, column 2\) waits for 1RECV_F0"):
+        parse_schedule_csv(written(tmp_path, stuck))
+
+
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
         ("", InputError, "holds no action"),
-        ("0F0,0X0\n", InputError, r"plan.csv, line 1, column 2: '0X0' is not an action: write stage"),
+        ("0F0,0X0\n", InputError, "plan.csv, line 1, column 2: '0X0' is not an action that torch up to 2.15 writes"),
         ("0F0,0B0\n1F0,(1B0)OVERLAP_F_B\n", InputError, "line 2, column 2: .* does not hold two actions"),
+        ("0F0,0PREFETCH,0B0\n", InputError, "column 2: '0PREFETCH' is not an action that torch up to 2.15 writes"),
         ("0F\n", InputError, "column 1: '0F' is not an action"),
         ("0F0,0B0,1F0,1B0\n\n2F0,2B0\n", InputError, "rank 1 computes nothing"),
         ("0F0,0B0\n2F0,2B0\n", InputError, "stage 1 is missing, but stage 2 is there"),

@@ -30,6 +30,7 @@ from simulator.calibration.machine import BACKENDS, count_devices
 from simulator.errors import InfeasibleError, InputError, ProfileError, UnsupportedError
 from simulator.hardware import load_profile
 from simulator.program import BufferKind
+from simulator.torch_versions import untried_torch
 
 if TYPE_CHECKING:
     from planner.execution.launch.membership import Membership
@@ -123,7 +124,7 @@ def prepare(plan: Plan, options: ExecuteOptions, membership: Membership | None, 
         predicted_peak_bytes=peak,
         predicted_tensor_bytes=None if prediction is None or peak is None else peak - _of_drivers(prediction),
         calibrated_pace_s=calibrated,
-        notes=notes,
+        notes=(*notes, *untried_torch()),
     )
 
 

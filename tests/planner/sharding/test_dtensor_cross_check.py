@@ -19,6 +19,7 @@ from planner.sharding.checking import distinct_nodes
 from planner.sharding.local_call import Slot, local_call, operator
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement
 from planner.sharding.rules import rules_for
+from simulator.torch_versions import torch_version
 from tests.planner.sharding.small_networks import NETWORKS, graph
 
 try:
@@ -55,6 +56,27 @@ ONLY_THEIRS = {
     "aten.addmm.default": "as mm; and the partial bias",
     "aten.embedding.default": "the indices of a masked look-up are replicated; DTensor writes them as partial",
 }
+
+if torch_version() >= (2, 14):
+    # DTensor clones partial sums as they are, and has strategies of its new kind for losses, gathers and means too.
+    del ONLY_OURS["aten.clone.default"]
+    ONLY_OURS |= {
+        "aten._log_softmax.default": "by class, with two small messages; DTensor gathers the classes",
+        "aten._log_softmax_backward_data.default": "by class, and linear in the gradient",
+        "aten.nll_loss_forward.default": "by class, each rank its own",
+        "aten.nll_loss_backward.default": "by class, and linear in the gradient",
+        "aten.mean.dim": "a sum of parts divided by the whole count; DTensor writes an average, which we do not have",
+        "aten.gather.default": "linear in the values, and by class",
+        "aten.scatter_add.default": "linear in both values",
+        "aten.new_zeros.default": "made in the parts that are wanted, in DTensor whole",
+    }
+    ONLY_THEIRS |= {
+        "aten.convolution.default": "by height and width where the kernel has one pixel",
+        "aten.convolution_backward.default": "by height and width where the kernel has one pixel",
+        "aten.gather.default": "the indices of a masked look-up are replicated; DTensor writes them as partial",
+        "aten.new_zeros.default": "whole beside a value in parts, which is not read",
+        "aten.nll_loss_backward.default": "a partial sum of weights, which a loss that is a sum does not read",
+    }
 
 
 def translated(placement: Any) -> Placement | None:
