@@ -9,6 +9,16 @@ class MeshwrightError(Exception):
     """Base of every error a user may see; its message gives the value, the rule and the remedy."""
 
     exit_code: ClassVar[int] = 1
+    max_length: ClassVar[int] = 4000
+
+    def __str__(self) -> str:
+        """The message; of a long one its start and its end, where the remedy stands."""
+        text = super().__str__()
+        if len(text) <= self.max_length:
+            return text
+        end = self.max_length // 4
+        start = self.max_length - end - 100
+        return f"{text[:start]} … ({len(text) - start - end} characters left out) … {text[-end:]}"
 
 
 class InputError(MeshwrightError):

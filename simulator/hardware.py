@@ -480,7 +480,7 @@ def format_number(value: float) -> str:
     """Shortest usual text of a number: ``8``, ``312e12``, ``5.2e-06``."""
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10**6):
         return str(value)
-    if value and not 1e-3 <= abs(value) < 1e6:
+    if value and not 1e-3 <= abs(value) < 1e6 and 1e-300 < abs(value) < math.inf:  # beyond, powers of ten end
         exponent = 3 * math.floor(math.log10(abs(value)) / 3)
         return f"{value / 10.0**exponent:.6g}e{exponent}"
     return f"{value:.6g}"

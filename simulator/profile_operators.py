@@ -25,7 +25,7 @@ class MatmulPart(Part):
     tile_loss: NonNegative
     wave_share: Share
     split_share: Share = 0.0
-    log10_flops: list[NonNegative] = Field(default_factory=list, max_length=50)
+    log10_flops: list[Annotated[float, Field(ge=0, le=40)]] = Field(default_factory=list, max_length=50)
     utilisation: list[Positive] = Field(default_factory=list, max_length=50)
     source: Source
 

@@ -19,10 +19,17 @@ def _check_source(text: str) -> str:
     return text
 
 
+def _check_positive(value: float) -> float:
+    if value < SMALLEST:  # products and ratios of such numbers leave the range of floats
+        raise ValueError(f"a positive number of a profile is at least {SMALLEST:g}")
+    return value
+
+
+SMALLEST = 1e-30
 Source = Annotated[str, Field(max_length=1000), AfterValidator(_check_source)]
-Positive = Annotated[float, Field(gt=0, lt=1e30)]
+Positive = Annotated[float, Field(gt=0, lt=1e30), AfterValidator(_check_positive)]
 NonNegative = Annotated[float, Field(ge=0, lt=1e30)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1), AfterValidator(_check_positive)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]

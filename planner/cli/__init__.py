@@ -19,4 +19,8 @@ def main() -> None:
         sys.stderr.write("meshwright: interrupted\n")
         raise SystemExit(130) from None
 
+    from planner.cli.terminal import write_plainly
+
+    for stream in (sys.stdout, sys.stderr):
+        write_plainly(stream)
     app(prog_name="meshwright")

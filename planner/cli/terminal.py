@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+PLAIN = {
+    "×": "x",
+    "−": "-",
+    "–": "-",
+    "—": "-",
+    "…": "...",
+    "→": "->",
+    "←": "<-",
+    "≤": "<=",
+    "≥": ">=",
+    "±": "+-",
+    "·": ".",
+    "•": "*",
+    "’": "'",
+    "“": '"',
+    "”": '"',
+    "µ": "u",
+    "─": "-",
+    "━": "-",
+    "│": "|",
+    "┃": "|",
+}
+"""What stands for a character that the terminal's encoding lacks; for others their code does."""
 DEBUG_KEY = "planner.cli.debug"
 PIPE_WIDTH = 110
+
+
+def write_plainly(stream: TextIO | None) -> None:
+    """Let a stream write `PLAIN` characters for those that its encoding lacks, instead of failing."""
+    codecs.register_error("plain", _plain)
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lacking), error.end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +94,9 @@ class Terminal:
         return Reported(file=self.out, width=width, highlight=False, soft_wrap=False)
 
     def document(self, document: Mapping[str, Any]) -> None:
-        """Write the one JSON document of ``--json``."""
-        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+        """Write the one JSON document of ``--json``, in ASCII where the stream is not UTF-8."""
+        utf8 = (getattr(self.out, "encoding", None) or "utf-8").lower().startswith("utf")
+        text = json.dumps(document, indent=2, ensure_ascii=not utf8, allow_nan=False)
         self.out.write(text + "\n")
 
     def show(self, *parts: RenderableType) -> None:

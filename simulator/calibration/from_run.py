@@ -29,6 +29,8 @@ PRIOR = 0.02
 """Weight of "nothing to correct" against the logarithmic errors of a class, whose weights add up to one."""
 MOST = 20.0
 """Largest factor of a correction."""
+SHORTEST = 1e-9
+"""Seconds below which a time says nothing: no clock is finer."""
 RUN = FileKind(name="run", remedy="give a file of `meshwright execute --measure --out`", max_bytes=64 << 20)
 
 Data = dict[str, Any]
@@ -47,7 +49,7 @@ class WorkModel(_Model):
     dtype: str
     flops: float = Size
     bytes_moved: float = Size
-    calls: int = Field(ge=1)
+    calls: int = Field(ge=1, le=10**12)
     predicted_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
     measured_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
     busy_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
@@ -57,9 +59,9 @@ class MessageModel(_Model):
     """Equal messages."""
 
     collective: str
-    group_size: int = Field(ge=1)
+    group_size: int = Field(ge=1, le=10**7)
     payload_bytes: float = Size
-    calls: int = Field(ge=1)
+    calls: int = Field(ge=1, le=10**12)
     predicted_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
     measured_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
     waited_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
@@ -71,7 +73,7 @@ class ComparisonModel(_Model):
     network: str
     hardware: str
     hardware_hash: str
-    processes: int = Field(ge=1)
+    processes: int = Field(ge=1, le=10**7)
     work: list[WorkModel]
     messages: list[MessageModel]
 
@@ -183,7 +185,7 @@ def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], o
             (row, hardware.compute_slowdown(run.comparison.processes, kernel), _turns(run))
             for run in runs
             for row in run.comparison.work
-            if _section_of(row.kernel, data) is kernel and row.predicted_s > 0 and row.busy_s > 0
+            if _section_of(row.kernel, data) is kernel and min(row.predicted_s, row.busy_s) >= SHORTEST
         ]
         if not rows or section is None:
             continue
@@ -269,7 +271,8 @@ def _correct_messages(data: Data, messages: Sequence[MessageModel], origin: str)
         rows = [
             row
             for row in messages
-            if row.collective == table["collective"] and row.group_size == table["group_size"] and row.predicted_s > 0
+            if (row.collective, row.group_size) == (table["collective"], table["group_size"])
+            and min(row.predicted_s, row.measured_s + row.waited_s) >= SHORTEST
         ]
         if not rows:
             continue

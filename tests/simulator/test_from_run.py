@@ -1,6 +1,7 @@
 """A profile corrected by a run."""
 
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -152,3 +153,18 @@ def test_what_does_not_fit_is_refused(profile, tmp_path):
     run.write_text(json.dumps(document))
     with pytest.raises(InputError, match=r"comparison\.work\.0\.busy_s"):
         read_run(run)
+
+
+@pytest.mark.parametrize("tiny", [0.0, 5e-324, 1e-300])
+@pytest.mark.parametrize(
+    "fields", [("measured_s", "waited_s"), ("predicted_s",), ("busy_s",), ("payload_bytes",), ("flops", "bytes_moved")]
+)
+@pytest.mark.filterwarnings("error")
+def test_times_and_sizes_of_nothing_correct_nothing(profile, tmp_path, fields, tiny):
+    path = write_run(tmp_path / "run.json", profile, fixed=1.5)
+    document = json.loads(path.read_text())
+    for row in (*document["comparison"]["work"], *document["comparison"]["messages"]):
+        row.update({name: tiny for name in fields if name in row})
+    path.write_text(json.dumps(document))
+    with suppress(InputError):  # nothing is left to correct
+        correct_profile([path], None, tmp_path / "new.yaml")

@@ -165,6 +165,9 @@ BROKEN: list[tuple[Breaker, str]] = [
     (put("default_precision.value", "float8_e5m2"), "default_precision"),
     (put("device.memory_bytes", 80e9), r"device\.memory_bytes: "),
     (put("device.memory_bytes.value", -1), r"device\.memory_bytes\.value: .*greater than 0 \(got -1\)"),
+    (put("kernels.matmul.compute_efficiency.value", 5e-324), "a positive number of a profile is at least 1e-30"),
+    (put("device.memory_bandwidth_bytes_per_s.value", 1e-300), "a positive number of a profile is at least 1e-30"),
+    (put("operators.matmul.bfloat16.log10_flops", [0.0, 400.0]), "less than or equal to 40"),
     (put("device.memory_bytes.value", 1.5), r"device\.memory_bytes\.value: .*integer"),
     (put("device.memory_bytes.source", ...), r"device\.memory_bytes\.source: Field required"),
     (put("device.memory_bytes.source", "somewhere"), r"device\.memory_bytes\.source: a source reads"),
@@ -386,3 +389,8 @@ def test_changed_hardware_differs() -> None:
 )
 def test_numbers_are_shown_short(value: float, text: str) -> None:
     assert format_number(value) == text
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-310, 1e-299, 1e307, 10**40])
+def test_any_number_is_written(value: float) -> None:
+    assert float(format_number(value)) == pytest.approx(float(value), rel=1e-5)
