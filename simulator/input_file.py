@@ -120,9 +120,9 @@ class FileKind:
             Allow NaN and Infinity, which JSON does not have.
         """
         text = content if isinstance(content, str) else self.decode(content, place)
-        refused = {} if constants else {"parse_constant": _refuse_constant}
+        refused = None if constants else _refuse_constant
         try:
-            found = json.loads(text, object_pairs_hook=_unrepeated, parse_int=_integer, **refused)
+            found = json.loads(text, object_pairs_hook=_unrepeated, parse_int=_integer, parse_constant=refused)
             _check_depth(found)
             _check_letters(found, text)
         except json.JSONDecodeError as error:

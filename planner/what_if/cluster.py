@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from planner.what_if.journal import code_digest
+from planner.graph.cache import code_digest
 from planner.what_if.options import point_name
 from planner.what_if.rows import WhatIfRow
 from planner.what_if.work import Work, graph_text, plan_numbered

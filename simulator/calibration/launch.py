@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from simulator.calibration.process import (
     STOPPED_S,
