@@ -46,14 +46,18 @@ def validate(
             help="Fit anew without each source, too, and predict it by that fit: what strangers can expect. Minutes.",
         ),
     ] = False,
+    commands: Annotated[
+        Path | None,
+        typer.Option("--commands", metavar="FILE", help="The command `meshwright plan …` of every row, one row each."),
+    ] = None,
     path: Annotated[
-        PredictorPath,
+        PredictorPath | None,
         typer.Option(
             "--path",
             help="What predicts: formulas fitted to the rows (estimate), the plan of each row, pinned whole (plan), or "
-            "both, side by side.",
+            "both, side by side. Default: estimate, with --commands plan.",
         ),
-    ] = PredictorPath.ESTIMATE,
+    ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -63,6 +67,8 @@ def validate(
     \b
     Example:
       meshwright validate runs.csv --out predictions.csv
+    The command of every row that gives the same prediction, alone
+      meshwright validate runs.csv --commands commands.csv
     The accuracy report: index.html, its figures as metrics.json, and predictions.csv
       meshwright validate measurements/*.csv --leave-one-source-out --report accuracy
 
@@ -82,10 +88,18 @@ def validate(
     if report is not None:
         _check_folder(report)
         check_out("--report", report / "predictions.csv", measurements)
+    path = path or (PredictorPath.ESTIMATE if commands is None else PredictorPath.PLAN)
+    if commands is not None:
+        if path is PredictorPath.ESTIMATE:
+            raise InputError(
+                "--commands gives the commands of pinned plans, and --path estimate predicts by formulas; "
+                "leave out --path, or use --path both"
+            )
+        check_out("--commands", commands, measurements)
     if leave_one_source_out and path is PredictorPath.PLAN:
         raise InputError("--leave-one-source-out fits the formulas anew, and --path plan uses none; use --path both")
     scored = _estimated(terminal, rows) if path is not PredictorPath.PLAN else []
-    planned = _planned(terminal, rows) if path is not PredictorPath.ESTIMATE else []
+    planned = _planned(terminal, rows, commands) if path is not PredictorPath.ESTIMATE else []
     if out is not None:
         write_whole(out, prediction_lines(scored or planned, planned if scored else ()))
     _report_faults(terminal, rows)
@@ -115,14 +129,19 @@ def _estimated(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
         return score(rows, _predictor(), _steps(advance))
 
 
-def _planned(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
-    """Every row predicted by its pinned plan."""
+def _planned(terminal: Terminal, rows: list[MeasuredRow], commands: Path | None) -> list[ScoredRow]:
+    """Every row predicted by its pinned plan, whose commands are written into a file where one is named."""
+    from planner.published.commands import command_lines
     from planner.published.planned import predict_planned
     from planner.published.predictions import score
+    from simulator.whole_file import write_whole
 
-    runs = sum(row.run is not None for row in rows)
-    with terminal.counting("planning", runs) as advance:
-        return score(rows, partial(predict_planned, advance=_steps(advance)), whole=True)
+    runs = [row.run for row in rows if row.run is not None]
+    with terminal.counting("planning", len(runs)) as advance:
+        outcomes = predict_planned(runs, _steps(advance))
+    if commands is not None:
+        write_whole(commands, command_lines(rows, outcomes, commands))
+    return score(rows, lambda _: outcomes, whole=True)
 
 
 def _left_out(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:

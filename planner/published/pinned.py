@@ -7,7 +7,7 @@ becomes a network, pins that leave the search nothing to choose, and the softwar
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.cost.memory_traits import traits_of
 from planner.cost.software import SOFTWARE
@@ -41,6 +41,8 @@ ADAPTERS = json.dumps({"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_m
 """Those of Megatron-LM where none are described (``LoRA`` of Megatron Bridge: all products, ``dim`` 32)."""
 OWN_SAMPLES = Exchange(cross_batch=True)
 """Batch norms of ``DistributedDataParallel`` see a rank's samples alone (documentation of `torch.nn.SyncBatchNorm`)."""
+ROUNDED = 0.01
+"""Part of its width by which a network may be planned wider or narrower, so that its heads divide it."""
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 
@@ -51,8 +53,9 @@ class PinnedRun:
     ``network`` is a specification, or the text of a ``config.json``; ``adapters`` is the text of PEFT's config of
     those, where they alone are trained. ``pins`` are the whole plan, ``hints`` say what tensor ranks do that pins leave
     open. ``software``, ``attention`` and ``norms`` are empty where a plan cannot be told them, ``optimizer`` where it
-    is the network's usual one. ``exchange`` is how tensors travel where that is not as the plan has it unasked.
-    ``approximated`` says what stands in for what plans cannot express; runs that differ in nothing else are equal.
+    is the network's usual one. With ``tf32`` products of float32 tensors run in TF32, where the device can.
+    ``exchange`` is how tensors travel where that is not as the plan has it unasked. ``approximated`` says
+    what stands in for what plans cannot express; runs that differ in nothing else are equal.
     """
 
     network: str
@@ -68,6 +71,7 @@ class PinnedRun:
     attention: str = ""
     norms: str = ""
     adapters: str = ""
+    tf32: bool = False
     exchange: Exchange = UNASKED
     approximated: tuple[str, ...] = field(default=(), compare=False)
 
@@ -97,14 +101,14 @@ def pinned_run(run: TrainingRun) -> PinnedRun:
     else:
         network, length = json.dumps(_config(run, run.network, notes)), run.network.sequence_length
     transformer = length is not None
-    precision = _precision(setup, network, notes)
     return PinnedRun(
         network=network,
         hardware=run.hardware.name,
         devices=setup.devices,
         global_batch=setup.global_batch,
         sequence_length=length,
-        precision=precision,
+        precision="fp32" if setup.precision == "tf32" else setup.precision,
+        tf32=transformer and setup.precision == "tf32",
         pins=tuple(_pins(run, notes).items()),
         optimizer=_optimizer(setup, notes),
         hints=_between_products(setup, run.network) if isinstance(run.network, TransformerShape) else (),
@@ -122,15 +126,6 @@ def _check(setup: TrainingSetup) -> None:
     require(setup.cp == 1 or setup.attention in FUSED, "context ranks beside attention that is not fused")
     require(not setup.local_share, "layers that learn locally")
     require(setup.stack is not Stack.MINDSPORE_TOOLKIT, "the host changes images in Python, which plans do not time")
-
-
-def _precision(setup: TrainingSetup, network: str, notes: list[str]) -> str:
-    if setup.precision != "tf32":
-        return setup.precision
-    if network != "zoo:resnet50":
-        notes.append("products in TF32 are planned as those of bfloat16 with float32 tensors left out")
-        return "bf16"
-    return "fp32"
 
 
 def _optimizer(setup: TrainingSetup, notes: list[str]) -> str:
@@ -272,12 +267,23 @@ def _config(run: TrainingRun, network: TransformerShape, notes: list[str]) -> di
     plain = network.head_size * network.heads == network.hidden
     grouped = network.key_value_heads != network.heads
     if network.gated or network.experts or grouped or not plain:
-        return _rotary(network, vocabulary, notes)
+        return _rotary(_of_whole_heads(network, notes), vocabulary, notes)
     return {
         "model_type": "gpt2", "n_layer": network.layers, "n_embd": network.hidden, "n_head": network.heads,
         "n_inner": network.feed_forward, "vocab_size": vocabulary, "n_positions": network.sequence_length,
         "tie_word_embeddings": network.tied_embeddings,
     }  # fmt: skip
+
+
+def _of_whole_heads(network: TransformerShape, notes: list[str]) -> TransformerShape:
+    """The network with a width that its heads divide, as networks of transformers must have."""
+    if network.hidden % network.heads == 0:
+        return network
+    hidden = network.heads * network.head_size
+    near = abs(hidden / network.hidden - 1) < ROUNDED
+    require(near, f"{network.heads} heads do not divide a width of {network.hidden}")
+    notes.append(f"a width of {network.hidden} planned as {hidden}, which the heads divide")
+    return replace(network, hidden=hidden)
 
 
 def _rotary(network: TransformerShape, vocabulary: int, notes: list[str]) -> dict[str, object]:

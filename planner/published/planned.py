@@ -23,7 +23,7 @@ from planner.published.pinned import PinnedRun, pinned_run
 from planner.published.predictions import RECOMPUTED, recomputing
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError, MeshwrightError
-from simulator.hardware import PROFILE_SUFFIX, load_profile, profile_text
+from simulator.hardware import load_profile, profile_text
 from simulator.whole_file import write_whole
 
 Outcome = RunPrediction | MeshwrightError
@@ -35,19 +35,28 @@ _GROUP = 24
 
 
 class Workplace:
-    """A folder for the files that requests name: configs of networks, and profiles without a limit of memory."""
+    """A folder for the files that requests and commands name: configs of networks, hints, profiles without a limit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._profiles: dict[tuple[str, bool, bool], str] = {}
 
     def request(self, run: PinnedRun, *, limited: bool = True) -> PlanRequest:
         """The request of a run, on the shipped profile or on one with memory for any plan."""
         return PlanRequest(
-            network=self._network(run), hardware=run.hardware if limited else self._unlimited(run.hardware),
+            network=self._network(run), hardware=self._profile(run, limited=limited),
             devices=run.devices, global_batch=run.global_batch, sequence_length=run.sequence_length,
             precision=run.precision, optimizer=run.optimizer or None, pins=dict(run.pins), hints=run.hints, top=1,
             sensitivity=False, software=run.software, attention=run.attention, norms=run.norms, exchange=run.exchange,
         )  # fmt: skip
+
+    def file(self, name: str, content: str) -> str:
+        """The path of a YAML file of this content, whose name begins with `name`."""
+        path = self.folder / f"{name}_{sha256(content.encode()).hexdigest()[:8]}.yaml"
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content)
+        return str(path)
 
     def _network(self, run: PinnedRun) -> str:
         if not run.network.startswith("{"):
@@ -59,13 +68,20 @@ class Workplace:
                 write_whole(folder / name, content)
         return f"hf:{folder}"
 
-    def _unlimited(self, name: str) -> str:
-        path = self.folder / f"{name}{PROFILE_SUFFIX}"
-        if not path.exists():
-            content = yaml.safe_load(profile_text(name)[0])
-            content["device"]["memory_bytes"]["value"] = UNLIMITED_BYTES
-            write_whole(path, yaml.safe_dump(content))
-        return str(path)
+    def _profile(self, run: PinnedRun, *, limited: bool) -> str:
+        """The shipped profile, or one with memory for any plan, or whose float32 products run in TF32."""
+        if limited and not run.tf32:
+            return run.hardware
+        key = (run.hardware, limited, run.tf32)
+        if key not in self._profiles:
+            content = yaml.safe_load(profile_text(run.hardware)[0])
+            if not limited:
+                content["device"]["memory_bytes"]["value"] = UNLIMITED_BYTES
+            narrow = content["kernels"].get("convolution", {}).get("peak_flops", {})
+            if run.tf32 and "float32" in narrow:
+                content["device"]["peak_flops"]["float32"] = dict(narrow["float32"])
+            self._profiles[key] = self.file(run.hardware, yaml.safe_dump(content))
+        return self._profiles[key]
 
 
 def network_key(run: PinnedRun) -> tuple[str, ...]:

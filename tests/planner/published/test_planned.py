@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import random
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,13 +14,16 @@ from typer.testing import CliRunner
 from planner.cli.app import app
 from planner.planning.planning import plan_network
 from planner.plans.request import PlanRequest, read_pins
+from planner.published.commands import command_lines
 from planner.published.estimate.training_run import RunPrediction
 from planner.published.pinned import NotPinnedError, pinned_run
 from planner.published.planned import Planner, Workplace, predict_planned
+from planner.published.predictions import RECOMPUTED
 from planner.published.reading import MeasuredRow, read_measurements
 from simulator.errors import InputError, MeshwrightError
 from tests.measurements import write_measurements
 
+MEASUREMENTS = Path(__file__).parents[3] / "../shared/measurements"
 PIPELINE = {"n_layers": "6", "hidden": "256", "n_heads": "4", "vocab": "1000", "seq_len": "128", "tp": "1", "pp": "2"}
 
 
@@ -118,3 +124,78 @@ def test_stages_have_the_layers_that_are_pinned(tmp_path: Path) -> None:
     assert best.plan.devices == 2
     with pytest.raises(MeshwrightError, match="the network has"):
         plan_network(PlanRequest(**{**request.__dict__, "pins": {**request.pins, "stage_layers": "40-30"}}))
+
+
+def commanded(command: str, out: Path) -> tuple[float, int]:
+    """Step time and peak memory that a command prints."""
+    words = shlex.split(command)
+    assert words[:2] == ["meshwright", "plan"]
+    result = CliRunner().invoke(app, [*words[1:], "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    prediction = json.loads(result.stdout)["prediction"]
+    return prediction["step_time_s"], prediction["peak_memory_bytes"]
+
+
+def test_the_command_of_a_row_gives_its_prediction(tmp_path: Path) -> None:
+    """Hints and the samples of a rank's own go into files, and a run that does not fit gets a profile of its own."""
+    stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "2"}
+    rows = (
+        stated,
+        {**stated, "tp": "2", "pp": "1", "recompute_kind": "none"},
+        {**stated, "n_layers": "80", "hidden": "8192", "n_heads": "64", "tp": "1", "pp": "1", "recompute_kind": "none"},
+        {**stated, "model": "resnet50", "arch": "CNN", "tp": "", "pp": "", "framework": "PyTorch", "n_layers": "",
+         "hidden": "", "n_heads": "", "vocab": "", "seq_len": "", "global_batch": "256", "micro_batch": "64"},
+    )  # fmt: skip
+    path = write_measurements(tmp_path / "rows.csv", *rows)
+    out, commands = tmp_path / "predictions.csv", tmp_path / "commands.csv"
+    found = CliRunner().invoke(app, ["validate", str(path), "--commands", str(commands), "--out", str(out), "--json"])
+    assert found.exit_code == 0, found.output
+    with out.open() as told, commands.open() as asked:
+        pairs = list(zip(csv.DictReader(told), csv.DictReader(asked), strict=True))
+    assert len(pairs) == len(rows)
+    for predicted, row in pairs:
+        assert predicted["row_id"] == row["row_id"]
+        seconds, memory = commanded(row["command"], tmp_path / "strategy.json")
+        assert seconds == pytest.approx(float(predicted["predicted_step_time_s"]), rel=1e-5)
+        assert memory / 2**30 == pytest.approx(float(predicted["predicted_peak_memory_gib"]), rel=1e-5)
+    assert [predicted["predicted_outcome"] for predicted, _ in pairs] == ["ok", "ok", "oom", "ok"]
+    options = ("--hints", "--config", f"--hw {tmp_path}")
+    assert [[option in row["command"] for option in options] for _, row in pairs[1:]] == [
+        [True, False, False], [False, False, True], [False, True, False],
+    ]  # fmt: skip
+
+
+def test_commands_are_those_of_pinned_plans(tmp_path: Path) -> None:
+    path = write_measurements(tmp_path / "rows.csv", {})
+    arguments = ["validate", str(path), "--path", "estimate", "--commands", str(tmp_path / "commands.csv")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "--path both" in " ".join(result.output.split())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MEASUREMENTS.is_dir(), reason="no measurements beside the repository")
+def test_commands_of_published_rows_give_their_predictions(tmp_path: Path) -> None:
+    """200 rows drawn from all files."""
+    rows = [row for path in sorted(MEASUREMENTS.glob("*.csv")) for row in read_measurements(path) if row.run]
+    drawn = random.Random(0).sample(rows, 200)
+    outcomes = predict_planned([row.run for row in drawn if row.run])
+    lines = csv.DictReader(command_lines(drawn, outcomes, tmp_path / "commands.csv"))
+    commands = [line["command"] for line in lines]
+    assert sum(map(bool, commands)) > 150
+    for command, outcome in zip(commands, outcomes, strict=True):
+        assert bool(command) == isinstance(outcome, RunPrediction)
+        if isinstance(outcome, RunPrediction):
+            seconds, memory = commanded(command, tmp_path / "strategy.json")
+            assert seconds == pytest.approx(outcome.step_time_s, rel=1e-6), command
+            assert RECOMPUTED in outcome.notes or memory == outcome.peak_memory_bytes, command
+
+
+def test_products_in_tf32_run_at_their_own_rate(tmp_path: Path) -> None:
+    """Faster than float32 without tensor cores, slower than 16 bits."""
+    stated = {"n_layers": "4", "hidden": "4096", "n_heads": "32", "tp": "1", "pp": "1", "n_accels": "1"}
+    stated |= {"global_batch": "4", "micro_batch": "4", "seq_len": "1024", "precision_kind": ""}
+    rows = rows_of(tmp_path, *({**stated, "precision": precision} for precision in ("fp32", "tf32", "bf16")))
+    outcomes = predict_planned([row.run for row in rows if row.run is not None], cores=1)
+    single, tensor, half = (outcome.step_time_s for outcome in outcomes if isinstance(outcome, RunPrediction))
+    assert half < tensor < single / 2
