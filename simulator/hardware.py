@@ -12,13 +12,13 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
 from simulator.conditions import Conditions
 from simulator.crowding import Crowding
-from simulator.errors import ProfileError
+from simulator.errors import InputError, ProfileError
 from simulator.input_file import is_regular
 from simulator.program import Collective, Kernel, described_class
 
@@ -330,6 +330,26 @@ class Hardware:
         raise ProfileError(
             f"{devices} devices do not fit profile {self.name}: it takes {inside} devices inside a node, or whole "
             f"nodes of {self.devices_per_node}, up to {self.max_devices} devices; use {near}"
+        )
+
+    def with_headroom(self, fraction: float) -> Hardware:
+        """The same devices, of whose usable memory a job leaves a fraction free.
+
+        Raises
+        ------
+        InputError
+            The fraction is not from 0 up to, but not including, 1.
+        """
+        if not 0 <= fraction < 1:
+            raise InputError(
+                f"memory headroom {fraction:g} is out of range; give a fraction of at least 0 and below 1, such as 0.1"
+            )
+        if fraction == 0:
+            return self
+        return replace(
+            self,
+            device_memory_bytes=int(self.device_memory_bytes * (1 - fraction)),
+            hash=f"{self.hash} headroom={fraction:g}",
         )
 
     def holds(self, devices: int) -> bool:

@@ -173,6 +173,14 @@ NormsOption = Annotated[
         help="How RMSNorm runs: fused (one kernel) or unfused (single operators); by default as the software has it.",
     ),
 ]
+MemoryHeadroomOption = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-headroom",
+        metavar="FRACTION",
+        help="The part of a device's usable memory that a plan leaves free, such as 0.1.",
+    ),
+]
 Pins = Annotated[
     list[str] | None,
     typer.Option(

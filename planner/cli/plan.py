@@ -15,6 +15,7 @@ from planner.cli.options import (
     DebugFlag,
     GlobalBatch,
     JsonFlag,
+    MemoryHeadroomOption,
     NormsOption,
     OptimizerOption,
     ParallelMode,
@@ -70,6 +71,7 @@ class PlanArguments:
     software: SoftwareOption = None
     attention: AttentionOption = None
     norms: NormsOption = None
+    memory_headroom: MemoryHeadroomOption = None
     hints: Annotated[
         Path | None,
         typer.Option("--hints", metavar="FILE.yaml", help="Placements of operators by pattern; see docs/search.md."),
@@ -105,6 +107,7 @@ class PlanArguments:
             software=self.software,
             attention=self.attention,
             norms=self.norms,
+            memory_headroom=self.memory_headroom,
             top=self.top,
             out=None if self.out is None else str(self.out),
         )
@@ -210,6 +213,7 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
         software=settings.software or "",
         attention=settings.attention or "",
         norms=settings.norms or "",
+        memory_headroom=settings.memory_headroom or 0.0,
     )
 
 

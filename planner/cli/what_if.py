@@ -14,6 +14,7 @@ from planner.cli.options import (
     DebugFlag,
     GlobalBatch,
     JsonFlag,
+    MemoryHeadroomOption,
     NormsOption,
     OptimizerOption,
     ParallelMode,
@@ -59,6 +60,7 @@ class WhatIfArguments:
     software: SoftwareOption = None
     attention: AttentionOption = None
     norms: NormsOption = None
+    memory_headroom: MemoryHeadroomOption = None
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -115,6 +117,7 @@ class WhatIfArguments:
             software=self.software or "",
             attention=self.attention or "",
             norms=self.norms or "",
+            memory_headroom=self.memory_headroom or 0.0,
         )
 
 

@@ -117,7 +117,7 @@ def setting_of(
     searched = shared.apart(dtype, told_apart(graph, request.hints))
     pins = semi_automatic(request, pins)
     travel = _travelling(pins, graph)
-    hardware = as_run(profile, request.software, request.attention, **travel)
+    hardware = as_run(profile, request.software, request.attention, **travel).with_headroom(request.memory_headroom)
     check_host_tables(pins, graph, hardware)
     base = _base_plan(request, network, graph, profile, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}

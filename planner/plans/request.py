@@ -67,7 +67,8 @@ class PlanRequest:
     samples of a rank's own alone. ``marks`` of modules come before those that the network's code has. ``software`` is a
     name of `planner.cost.software`, ``attention`` one of `planner.graph.attention` and ``norms`` one of
     `planner.graph.norms`: how attention and root-mean-square norms run; the usual software, fused attention and norms
-    as the software has them where nothing is said.
+    as the software has them where nothing is said. ``memory_headroom`` is the part of a device's usable memory that a
+    plan leaves free.
     """
 
     network: str | Network
@@ -88,6 +89,7 @@ class PlanRequest:
     software: str = ""
     attention: str = ""
     norms: str = ""
+    memory_headroom: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ class WhatIfOptions:
     software: str = ""
     attention: str = ""
     norms: str = ""
+    memory_headroom: float = 0.0
 
 
 def batch_rule(options: WhatIfOptions) -> tuple[str, dict[int, int]]:
@@ -88,7 +89,7 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
     from planner.plans.request import PlanRequest
 
     for name in options.hardware:
-        as_run(load_profile(name), options.software, options.attention)
+        as_run(load_profile(name), options.software, options.attention).with_headroom(options.memory_headroom)
     norms_of(options.software, options.norms)
     _, batches = batch_rule(options)
     return tuple(
@@ -106,6 +107,7 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
             software=options.software,
             attention=options.attention,
             norms=options.norms,
+            memory_headroom=options.memory_headroom,
             top=1,
             sensitivity=False,
         )
