@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from planner.graph import cache
 from planner.graph.attention import WRITTEN_OUT, with_attention
 from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
+from planner.networks.child import in_child
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 Family = Literal["image", "language", "features"]
 CAPTURED_BLOCKS = 2
 """Blocks that stand for all where all are alike."""
+FOREIGN = ("py:", "pt2:")
+"""Sources whose networks are code that is not ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +133,12 @@ def _unfolded(network: Network, blocks: int | None) -> OperatorGraph:
         return decoder_graph(network.decoder, blocks, network.inputs, name=network.name, notes=network.notes)
     from planner.graph.capture import capture_module
 
-    return capture_module(
+    work = partial(
+        capture_module,
         lambda: network.make(blocks).train(),
         network.inputs,
         name=network.name,
         notes=network.notes,
         twice=not network.content,
     )
+    return in_child(network.spec, work) if network.spec.startswith(FOREIGN) else work()

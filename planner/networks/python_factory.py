@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from planner.graph.capture_errors import is_library, short_path
+from planner.networks.child import in_child
 from planner.networks.layerwise import marked_layerwise
 from planner.networks.marks import marks_of
 from planner.networks.network import Family, InputSpec, Network
@@ -52,11 +53,23 @@ def load_factory(place: str, sequence_length: int | None) -> Network:
     time, because the code may have changed.
     """
     module_name, _, factory_name = place.partition(":")
-    factory = _find(module_name, factory_name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # drawn labels bound the classes, which must be the same in every process
-        module, example = _call(place, factory)
-    return described(f"py:{place}", factory_name, module, example, sequence_length, lambda: _call(place, factory)[0])
+
+    def called() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        return _call(place, _find(module_name, factory_name))
+
+    def look() -> Network:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # drawn labels bound the classes, which must be the same in every process
+            module, example = called()
+        found = described(f"py:{place}", factory_name, module, example, sequence_length, lambda: module)
+        return replace(found, make=_not_made)
+
+    return replace(in_child(f"py:{place}", look), make=lambda depth: called()[0])
+
+
+def _not_made(depth: int | None) -> nn.Module:
+    """Stand for what makes a module while a network goes from one process to another."""
+    raise NotImplementedError
 
 
 def network_of(module: nn.Module, inputs: Any, loss: Callable[[Any, Tensor], Tensor] | None = None) -> Network:

@@ -106,16 +106,21 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def end_with_parent() -> None:
+    """Have Linux end this process with the thread that started it, even while this process is stopped."""
+    libc = _libc()
+    if libc is not None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _die_with_launcher(stopped_launcher: Callable[[], None]) -> None:
     """End this process when its launcher is gone or stays stopped.
 
     Linux ends it with its parent, the server that it was forked from, even while it is stopped itself. The server ends
     with the launcher, and is ended here if it cannot, because it is stopped or because its launcher is.
     """
-    libc = _libc()
     server = os.getppid()
-    if libc is not None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     launcher = multiprocessing.parent_process()
     if launcher is None:
         return
