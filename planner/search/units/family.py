@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +17,12 @@ from planner.search.problem.states import States
 from planner.search.units.amounts import AmountLedger, Amounts, Case
 from planner.search.units.factors import PARTS, TableLayout, UnitFactors, rows_of
 from planner.search.units.records import RECOMPUTE, Least, UnitLabels, Weights
+from planner.search.units.stage_decisions import TENSOR, StageDecisions, axis_names
 from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
 from planner.search.units.unit_terms import UnitTerms, unit_terms
 from planner.sharding.inner_messages import inner_messages
 from planner.sharding.placement import REPLICATE
 from simulator.errors import InputError
-
-if TYPE_CHECKING:
-    from planner.search.units.stage_decisions import StageDecisions
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -405,3 +402,28 @@ def _whole_state(states: States) -> int | None:
     ]
     found = np.flatnonzero(np.array(whole)[states.choice].all(axis=0))
     return int(found[0]) if len(found) else None
+
+
+def family_of(source: StageDecisions, parts: Parts, options: StageOptions) -> Family:
+    """The family of a stage: one for all meshes with its axes, if it has no states that others lack."""
+    setting = parts.setting
+    experts = (setting.experts_stay, setting.expert_cut)
+    restricted = (options, setting.batch_only, setting.storage, experts, id(setting.context))
+    names = axis_names(setting.costs.mesh)
+    case = Case(setting.costs, parts.graph.batch_size)
+
+    def made(key: tuple[object, ...], wide: Parts, within: Family | None = None) -> Family:
+        if key not in source.families:
+            source.families[key] = Family(source, wide, options, within)
+        found = source.families[key]
+        assert isinstance(found, Family)
+        return found
+
+    if (names, *restricted) in source.families or setting.batch_only:
+        found = made((names, *restricted), parts)
+    else:
+        within = None
+        if not names and source.expects(TENSOR):  # it will be wanted anyway
+            within = made((TENSOR, *restricted), source.widest(setting, TENSOR))
+        found = made((names, *restricted), source.widest(setting, names), within)
+    return found if found.shape_of(case) is not None else made((names, *restricted, case.key), parts)

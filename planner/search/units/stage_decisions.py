@@ -16,8 +16,6 @@ from planner.search.problem.saved import saved_tensors
 from planner.search.problem.states import CONTEXT, Setting
 from planner.search.problem.variables import Choice, Decisions, decisions
 from planner.search.units.amounts import Case
-from planner.search.units.family import Family
-from planner.search.units.stage_shape import StageOptions
 from planner.search.units.transient import Flight, flight_of
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.context import Algorithm, ContextAxis, context_axis
@@ -64,7 +62,8 @@ class StageDecisions:
         self._choices: dict[Algorithm, tuple[Choice, ...]] = {}
         self._flights: dict[int, Flight] = {}
         self.data_axes: dict[tuple[int, int], object] = {}
-        self._families: dict[tuple[object, ...], Family] = {}
+        self.families: dict[tuple[object, ...], object] = {}
+        """Filled by `planner.search.units.family.family_of`."""
         self._restricted: dict[tuple[object, ...], StageDecisions] = {}
         self._expected: dict[tuple[str, ...], list[dict[tuple[int, int], Case]]] = {}
 
@@ -262,41 +261,22 @@ class StageDecisions:
             named: dict[tuple[str, ...], dict[tuple[int, int], Case]] = {}
             for mesh, batch in stages:
                 case = Case(self.costs(hardware, mesh, bucket_bytes), batch)
-                named.setdefault(_names(mesh), {})[case.key] = case
+                named.setdefault(axis_names(mesh), {})[case.key] = case
             for names, cases in named.items():
                 self._expected.setdefault(names, []).append(cases)
 
     def expected(self, case: Case) -> Iterator[Case]:
         """Announced stages of the same cluster with the same axes, of the first group that the stage is in."""
-        groups = self._expected.get(_names(case.costs.mesh), ())
+        groups = self._expected.get(axis_names(case.costs.mesh), ())
         for other in next((group for group in groups if case.key in group), {}).values():
             if other.costs.hardware is case.costs.hardware:
                 yield other
 
-    def family(self, parts: Parts, options: StageOptions) -> Family:
-        """The family of a stage: one for all meshes with its axes, if it has no states that others lack."""
-        setting = parts.setting
-        experts = (setting.experts_stay, setting.expert_cut)
-        restricted = (options, setting.batch_only, setting.storage, experts, id(setting.context))
-        key: tuple[object, ...] = (_names(setting.costs.mesh), *restricted)
-        case = Case(setting.costs, parts.graph.batch_size)
-        if key not in self._families:
-            wide = parts if setting.batch_only else self._widest(setting, _names(setting.costs.mesh))
-            within = None
-            if not key[0] and not setting.batch_only and TENSOR in self._expected:
-                # It will be wanted anyway.
-                wider = (TENSOR, *restricted)
-                if wider not in self._families:
-                    self._families[wider] = Family(self, self._widest(setting, TENSOR), options)
-                within = self._families[wider]
-            self._families[key] = Family(self, wide, options, within)
-        if self._families[key].shape_of(case) is None:
-            key = (*key, case.key)
-            if key not in self._families:
-                self._families[key] = Family(self, parts, options)
-        return self._families[key]
+    def expects(self, names: tuple[str, ...]) -> bool:
+        """Whether stages with these axes are announced."""
+        return names in self._expected
 
-    def _widest(self, setting: Setting, names: tuple[str, ...]) -> Parts:
+    def widest(self, setting: Setting, names: tuple[str, ...]) -> Parts:
         """States of a mesh with some axes, which divide everything."""
         mesh = Mesh(tuple(MeshAxis(name, 1) for name in names))
         costs = self.costs(setting.costs.hardware, mesh, setting.costs.bucket_bytes)
@@ -324,7 +304,8 @@ def _check_runs(graph: OperatorGraph, cut: Chain) -> None:
             )
 
 
-def _names(mesh: Mesh) -> tuple[str, ...]:
+def axis_names(mesh: Mesh) -> tuple[str, ...]:
+    """Names of the axes, in order."""
     return tuple(axis.name for axis in mesh.axes)
 
 

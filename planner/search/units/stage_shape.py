@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +16,11 @@ from planner.search.problem.states import Setting, States
 from planner.search.problem.variables import Variable
 from planner.search.units.elimination import Elimination, Minima, elimination, lowest, minima
 from planner.search.units.factors import Scope
+from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.transient import FlightSizes
 from planner.sharding.placement import Placements
 from simulator.errors import InputError
 from simulator.program import Phase
-
-if TYPE_CHECKING:
-    from planner.search.units.stage_decisions import StageDecisions
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

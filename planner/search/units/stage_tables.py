@@ -16,6 +16,7 @@ from planner.search.problem.variables import Kind
 from planner.search.units.amounts import Case
 from planner.search.units.elimination import Minima
 from planner.search.units.factors import UnitFactors, rows_of
+from planner.search.units.family import family_of
 from planner.search.units.records import BoundaryStates, Least, Minimum, Weights
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import ENTRY, EXIT, StageOptions, UnitShape
@@ -67,7 +68,7 @@ class Stage:
         self.source, self.options = source, options
         self.chain = source.chain
         self.case = Case(parts.setting.costs, parts.graph.batch_size)
-        self.family = source.family(parts, options)
+        self.family = family_of(source, parts, options)
         self.shape = self.family.known_shape(self.case)
         self.parts = self.shape.parts_at(parts.graph, parts.setting)
         self.shared = source.shared

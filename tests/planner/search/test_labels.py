@@ -26,7 +26,8 @@ from planner.search.problem.problem import Problem
 from planner.search.problem.variables import Kind
 from planner.search.units import sweep
 from planner.search.units.factors import PARTS, Part, UnitFactors
-from planner.search.units.labels import StageDecisions, StageTables, Weights, rules_of, stage_decisions, stage_tables
+from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
+from planner.search.units.rules import rules_of
 from planner.search.units.stage_tables import ENTRY, EXIT
 from planner.sharding.placement import Mesh
 from simulator.errors import InputError
