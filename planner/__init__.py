@@ -1,6 +1,6 @@
 """Networks to plans, and plans to runs."""
 
-from planner.exchange.mindspore.auto_parallel import AutoParallel
+from planner.exchange.mindspore.auto_parallel import AutoParallel, plan
 from planner.exchange.mindspore.context import (
     AutoParallelContext,
     auto_parallel_context,
@@ -8,7 +8,7 @@ from planner.exchange.mindspore.context import (
     reset_auto_parallel_context,
     set_auto_parallel_context,
 )
-from planner.exchange.mindspore.entry import Planned, plan
+from planner.exchange.mindspore.entry import Planned
 from planner.exchange.mindspore.pipeline import Pipeline
 from planner.exchange.mindspore.running import execute
 from planner.exchange.mindspore.shard import shard

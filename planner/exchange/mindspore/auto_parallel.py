@@ -1,12 +1,13 @@
-"""`AutoParallel`: a network with how it is to be parallel, said by methods; a context and marks, planned as any."""
+"""`planner.plan`, and `AutoParallel`: a network with how it is to be parallel, said by methods."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.exchange.mindspore.context import AutoParallelContext, current_context
+from planner.exchange.mindspore.entry import Planned, plan_under
 from planner.exchange.mindspore.pipeline import Pipeline
 from planner.exchange.mindspore.sources import source_of
 from planner.networks.marks import Marks
@@ -14,8 +15,8 @@ from simulator.checks import boolean, choice, integer
 from simulator.errors import ContextError, UnsupportedError
 
 if TYPE_CHECKING:
-    from planner.exchange.mindspore.entry import Planned
     from planner.exchange.mindspore.sources import Source
+    from planner.networks.network import Network
 
 MODES: Mapping[str, tuple[str, str | None]] = {
     "semi_auto": ("semi_auto_parallel", None),
@@ -262,7 +263,6 @@ class AutoParallel:
 
     def plan(self, hardware: str, *, pins: Mapping[str, str] | None = None, **options: Any) -> Planned:
         """Plan the network on a cluster; parameters and errors as `planner.plan`."""
-        from planner.exchange.mindspore.entry import plan
         from planner.plans.hints import load_hints
 
         context = self.context.copy()
@@ -274,11 +274,49 @@ class AutoParallel:
         for name, text in (pins or {}).items():
             if own.get(name, text) != text:
                 raise ContextError(f"pin {name}={text} contradicts {name}={own[name]} of AutoParallel; leave it out")
-        found = plan(self.source, hardware, context, pins={**own, **(pins or {})}, marks=self.marks(), **options)
+        found = plan_under(context, self.source, hardware, pins={**own, **(pins or {})}, marks=self.marks(), **options)
         for use in ("save_param", "save_operator"):
             if use in self._files:
                 save_strategies(found, self.source, self._files[use], whole=use == "save_param")
         return found
+
+
+def plan(
+    network: str | Network | AutoParallel | Callable[[], object],
+    hardware: str,
+    context: AutoParallelContext | None = None,
+    *,
+    pins: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Planned:
+    """Find the fastest plan for a network on a cluster under a context.
+
+    With ``strategy_ckpt_load_file`` the plan is read from there, with ``strategy_ckpt_save_file`` written to there.
+
+    Parameters
+    ----------
+    network
+        ``zoo:NAME``, ``hf:PATH`` or ``py:MODULE:FACTORY``, or the factory itself; or an `AutoParallel`, which brings
+        its own context.
+    hardware
+        A profile's name or path.
+    context
+        The current one where it is not given.
+    pins, **options
+        As `planner.exchange.mindspore.requests.request_of` takes them.
+
+    Raises
+    ------
+    ContextError
+        Keys contradict each other, the pins or the file.
+    InfeasibleError
+        No plan fits.
+    """
+    if not isinstance(network, AutoParallel):
+        return plan_under(current_context() if context is None else context, network, hardware, pins=pins, **options)
+    if context is not None:
+        raise ContextError("AutoParallel has a context of its own; set keys by its methods and leave context out")
+    return network.plan(hardware, pins=pins, **options)
 
 
 def save_strategies(found: Planned, source: Source, path: str, *, whole: bool) -> Path:

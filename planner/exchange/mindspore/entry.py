@@ -1,4 +1,4 @@
-"""`planner.plan`: a plan for a network under the current context, found or read from a file."""
+"""A plan for a network under a context, found or read from a file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.exchange.mindspore.auto_parallel import AutoParallel
-from planner.exchange.mindspore.context import AutoParallelContext, current_context
+from planner.exchange.mindspore.context import AutoParallelContext
 from planner.exchange.mindspore.requests import request_of
 from planner.exchange.mindspore.sources import source_of
 from simulator.errors import ContextError, InfeasibleError
@@ -35,45 +34,18 @@ class Planned:
     written: Path | None
 
 
-def plan(
-    network: str | Network | AutoParallel | Callable[[], object],
+def plan_under(
+    context: AutoParallelContext,
+    network: str | Network | Callable[[], object],
     hardware: str,
-    context: AutoParallelContext | None = None,
     *,
     pins: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Planned:
-    """Find the fastest plan for a network on a cluster under a context.
-
-    With ``strategy_ckpt_load_file`` the plan is read from there, with ``strategy_ckpt_save_file`` written to there.
-
-    Parameters
-    ----------
-    network
-        ``zoo:NAME``, ``hf:PATH`` or ``py:MODULE:FACTORY``, or the factory itself; or an `AutoParallel`, which brings
-        its own context.
-    hardware
-        A profile's name or path.
-    context
-        The current one where it is not given.
-    pins, **options
-        As `planner.exchange.mindspore.requests.request_of` takes them.
-
-    Raises
-    ------
-    ContextError
-        Keys contradict each other, the pins or the file.
-    InfeasibleError
-        No plan fits.
-    """
+    """Plan a network under a context; parameters and errors as `planner.plan`."""
     from planner.planning.planning import capture_for, plan_network
     from planner.plans.file import write_plan
 
-    if isinstance(network, AutoParallel):
-        if context is not None:
-            raise ContextError("AutoParallel has a context of its own; set keys by its methods and leave context out")
-        return network.plan(hardware, pins=pins, **options)
-    context = current_context() if context is None else context
     source_network = network if not callable(network) else source_of(network)
     request = request_of(context, source_network, hardware, pins=pins, **options)
     source, target = (_file(context, name) for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"))
