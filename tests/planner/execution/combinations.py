@@ -58,6 +58,8 @@ SIMULATED: Mapping[str, tuple[str, ...]] = {
     "expert_messages": ("once_a_node",),
 }
 """Pins, and values of theirs, whose plans are simulated only."""
+BY_LAYER = ("stage_layers", "recompute_layers")
+"""Pins that say layer by layer what the search says too: where stages are cut, and which layers compute again."""
 MIXED = "mixed"
 """Units that compute again in one way, in another, and not at all, in turn."""
 SMALL_BUCKETS = "2048"
@@ -84,7 +86,7 @@ def factors() -> dict[str, tuple[str, ...]]:
     for name in PIN_NAMES:
         if name in WORDS:
             found[name] = tuple(word for word in WORDS[name] if word not in SIMULATED.get(name, ()))
-        elif name in SIMULATED:
+        elif name in SIMULATED or name in BY_LAYER:
             continue
         elif name in FLAGS:
             found[name] = ("false", "true")
