@@ -17,8 +17,8 @@ from planner.published.estimate.training_run import Recompute, RunPrediction, Tr
 from planner.published.memory_doubts import APART, measured_apart, memory_doubt
 from planner.published.memory_kinds import figure_of
 from planner.published.reading import MeasuredRow
-from planner.published.reading_suites import CHOSEN_TO_FIT
 from planner.published.results import ScoredRow
+from planner.published.source_rules import CHOSEN_TO_FIT
 from simulator.errors import MeshwrightError
 
 Predictor = Callable[[Sequence[TrainingRun]], Sequence[RunPrediction | MeshwrightError]]

@@ -22,7 +22,7 @@ from planner.published.reading_memory import stated_memory_gib
 from planner.published.reading_network import MissingFactError, is_transformer, read_network
 from planner.published.reading_plan import read_setup
 from planner.published.reading_setup import SIMULATORS_DEFAULT, release
-from planner.published.reading_suites import as_configured, copied_time, starting_up
+from planner.published.source_rules import as_configured, starting_up, stated
 from simulator.errors import MeshwrightError
 
 _DECISIVE = ("precision not stated", "recomputation not stated")
@@ -121,7 +121,7 @@ def measured_row(row: FileRow) -> MeasuredRow:
     seconds, column = measured_time(row, run)
     if _contradicted(row):
         seconds, column, run = math.nan, "", replace(run, assumed=(*run.assumed, _TWO_SPEEDS))
-    if copied_time(row):
+    if stated(row, "copied_time"):
         seconds, column, run = math.nan, "", replace(run, assumed=(*run.assumed, _COPIED))
     if starting_up(row, run.setup.devices, run.setup.micro_batch):
         seconds, column, run = math.nan, "", replace(run, assumed=(*run.assumed, _STARTING))

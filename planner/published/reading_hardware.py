@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from planner.published.measurement_file import FileRow
 from planner.published.reading_network import MissingFactError
-from planner.published.reading_suites import messages_through_host, suite_memory_gb
+from planner.published.source_rules import stated
 from simulator.hardware import Hardware, Level, load_profile, profile_names
 
 _PROFILES: tuple[tuple[str, str], ...] = (
@@ -79,7 +79,7 @@ def hardware_for(row: FileRow, notes: list[str]) -> Hardware:
         bandwidth=_stated_bandwidth(row),
         per_node=_node_size(row, base, per_node),
         nominal=_outer_bandwidth(row, base, per_node, notes),
-        staged=_staged_bandwidth(base) if messages_through_host(row) else 0.0,
+        staged=_staged_bandwidth(base) if stated(row, "messages_through_host") else 0.0,
     )
 
 
@@ -96,7 +96,7 @@ def _profile_name(row: FileRow, notes: list[str]) -> str:
         raise MissingFactError(f"the accelerator is not stated, {accelerator.rstrip('?')!r} is presumed")
     network = f"{row.text('inter_node_link')} per node: {row.whole('accels_per_node') or ''}".lower()
     size = row.number("accel_mem_gb")
-    if size is None and (size := suite_memory_gb(row)) is not None:
+    if size is None and (size := stated(row, "memory_gb")) is not None:
         notes.append(f"memory of the accelerator not stated: {size:g} GB, as the suite says of its machines")
     memory = "" if size is None else f"{size:g}gb"
     name = _match(f"{accelerator.lower()} {memory} {row.text('hw').lower()} {network}") if accelerator else None

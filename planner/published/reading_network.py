@@ -9,7 +9,7 @@ from planner.published.estimate.layered import lookup, lookup_by_parameters, seq
 from planner.published.estimate.training_run import Experts, LatentAttention, LayeredNetwork, TransformerShape
 from planner.published.known_models import BERT, GPT, LLAMA, KnownModel, Traits, billions, known_model, plain_name
 from planner.published.measurement_file import FileRow
-from planner.published.reading_suites import packs_samples, published_name, recipe_sample
+from planner.published.source_rules import stated
 
 Notes = list[str]
 
@@ -74,7 +74,7 @@ def read_network(row: FileRow, notes: Notes) -> TransformerShape | LayeredNetwor
 
 
 def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
-    name = published_name(row)
+    name = stated(row, "name", "{model}").format(model=row.text("model"))
     mindspore = "mindspore" in row.text("framework").lower()
     if "COCO" in row.text("notes") and re.match(r"resnet", name.lower()):
         raise MissingFactError(f"{name} on a detection dataset is the backbone of a network that is not stated")
@@ -95,7 +95,7 @@ def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
     together = row.whole("per_accel_batch")
     if together and re.match("quartznet", found.name):
         found = sequence.quartznet(found.name, sequence.padded_frames(together, row.whole("n_accels") or 1))
-    sample = recipe_sample(row, found.name, found.sample)
+    sample = stated(row, "sample", found.sample, network=found.name, sample=found.sample)
     return found if sample == found.sample else replace(found, sample=sample)
 
 
@@ -163,7 +163,7 @@ def _transformer(row: FileRow, known: KnownModel | None, notes: Notes) -> Transf
 
 
 def _window(row: FileRow, known: KnownModel | None, length: int, notes: Notes) -> int:
-    if packs_samples(row):
+    if stated(row, "packed_samples"):
         notes.append(f"attention within packed samples: {_INSTRUCTION_LENGTH} tokens on average, as instructions have")
         return min(length, _INSTRUCTION_LENGTH)
     return known.window if known and length > known.window else 0

@@ -15,17 +15,7 @@ from planner.published.measurement_file import FileRow
 from planner.published.reading_memory import memory_settings, whole_on_one_device
 from planner.published.reading_network import MissingFactError
 from planner.published.reading_setup import Network
-from planner.published.reading_suites import (
-    CHOSEN_TO_FIT,
-    local_share,
-    misread_batch,
-    reads_loss_early,
-    recipe_in_single,
-    suite_batch,
-    suite_release,
-    tunes_nothing,
-    without_xla,
-)
+from planner.published.source_rules import CHOSEN_TO_FIT, stated, suite_batch
 from simulator.hardware import Hardware
 
 _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
@@ -52,11 +42,11 @@ class Mesh:
 
 def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[str]) -> TrainingSetup:
     """How a row trained; `notes` gets what was assumed, MissingFactError says what is missing."""
-    kind = "fp32" if recipe_in_single(row, network.name) else words.precision(row, notes)
+    kind = "fp32" if stated(row, "single_precision", network=network.name) else words.precision(row, notes)
     used = words.stack(row, notes)
     shard = words.sharding(row, used, notes)
     mesh = read_mesh(row, network, shard, notes)
-    if misread_batch(row):
+    if stated(row, "misread_batch"):
         raise MissingFactError("batch of mixed precision not stated: 32 are the bits of FP32")
     chosen = suite_batch(row, hardware.device_memory_bytes)
     usual = chosen or (typical_batch(network, hardware, kind) if isinstance(network, LayeredNetwork) else None)
@@ -82,15 +72,17 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         offload_optimizer=whole_on_one_device(row)
         or bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         offload_parameters=bool(re.search(r"par(?:am(?:eter)?s?)? ?-?offl(?:oad)?=y", flags)),
-        trained_fraction=words.trained_fraction(row, notes), local_share=local_share(row), layers_per_stage=stages,
+        trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
+        local_share=stated(row, "local_share", 0.0),
         deterministic=words.functional_test(row),
         legacy_model=words.legacy_model(row), single_gate=used is Stack.MINDSPEED and words.leaves_gate_single(row),
         scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),
         separate_gate=words.is_scaling(row), tokens_sent_once=words.sends_tokens_once(row),
         overlap_experts=bool(re.search(r"1f1b overlap|a2a_ovlp|overlap[-_]moe[-_]expert", flags)),
-        eager_kernels=0 < (suite_release(row) or words.release(row)) < _LAZY_KERNELS, **memory_settings(row),
+        eager_kernels=0 < stated(row, "release", words.release(row)) < _LAZY_KERNELS, **memory_settings(row),
         fused_norm=words.fused_norm(row), single_norms=used is Stack.MINDSPEED and words.leaves_norms_single(row),
-        plain_graph=without_xla(row), early_loss=reads_loss_early(row), untuned_convolutions=tunes_nothing(row),
+        plain_graph=stated(row, "plain_graph", False), early_loss=stated(row, "early_loss", False),
+        untuned_convolutions=stated(row, "untuned_convolutions", False),
         graph_engine=not 0 < words.release(row) < _GRAPH_ENGINE,
     )  # fmt: skip
 

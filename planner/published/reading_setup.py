@@ -14,13 +14,7 @@ from planner.published.estimate.training_run import (
 )
 from planner.published.measurement_file import FileRow
 from planner.published.reading_memory import cumulative, long_term_support, torchtune_recipe, whole_on_one_device
-from planner.published.reading_suites import (
-    flagperf_llama,
-    is_example,
-    keeps_planes,
-    mixed_precision_ignored,
-    trains_adapters,
-)
+from planner.published.source_rules import stated
 
 Network = TransformerShape | LayeredNetwork
 FROZEN_TRAINED_FRACTION = 0.005
@@ -74,7 +68,7 @@ def is_ascend(row: FileRow) -> bool:
 def precision(row: FileRow, notes: list[str]) -> str:
     """What matrices are multiplied in."""
     text, kind = row.text("precision").lower(), row.text("precision_kind").lower()
-    if mixed_precision_ignored(row):
+    if stated(row, "mixed_precision_ignored"):
         return _full_precision(row, notes)
     for pattern, word in ((r"fp4|float4", "fp4"), (r"fp8|float8|\bf8", "fp8"), (r"tf32", "tf32")):
         if re.search(pattern, text):
@@ -130,7 +124,7 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
     for named in (Stack.TENSORFLOW, Stack.PADDLE, Stack.MXNET, Stack.ONEFLOW):
         if named.value in framework:
             return named
-    if re.search(_VISION, row.text("arch").lower()) and is_example(row) and not keeps_planes(row):
+    if re.search(_VISION, row.text("arch").lower()) and stated(row, "channels_last"):
         return Stack.CHANNELS_LAST
     if re.search(r"torch\.compile|\bcompile\b", flags) or cumulative(row, "compile"):
         return Stack.COMPILED
@@ -168,9 +162,10 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     """How the attention core runs."""
     text, framework = row.text("attention_impl").lower(), row.text("framework").lower()
     date = year_month(row)
-    if flagperf_llama(row) and not text:
-        notes.append("attention kernel not stated: flash2, as the suite's page says")
-        return AttentionKernel.FLASH2
+    of_source = stated(row, "attention")
+    if of_source and not text:
+        notes.append(f"attention kernel not stated: {of_source}, as the suite's page says")
+        return AttentionKernel(of_source)
     if _triton_by_default(text, framework, date):
         notes.append("attention kernel not stated: flash, in Triton")
         return AttentionKernel.FLASH
@@ -263,8 +258,8 @@ def _stated_sharding(row: FileRow, used: Stack, notes: list[str]) -> OptimizerSh
     ):
         if re.search(pattern, text):
             return value
-    if flagperf_llama(row):
-        return OptimizerSharding.ZERO3
+    if of_source := stated(row, "optimizer_sharding"):
+        return OptimizerSharding(of_source)
     value = _default_sharding(f"{row.text('framework')} {row.text('source_table')}".lower(), used)
     # DeepSpeed's optimizer for bfloat16 (``BF16_Optimizer``) knows sharded states alone.
     if re.fullmatch(r"megatron-deepspeed", row.text("framework").lower()) and row.text("precision_kind") == "bf16":
@@ -479,7 +474,7 @@ def optimizer(row: FileRow, network: Network) -> str:
 def trained_fraction(row: FileRow, notes: list[str]) -> float:
     """Share of the weights that are trained."""
     words = f"{row.text('model')} {row.text('other_flags')} {row.text('source_table')} {row.text('notes')}".lower()
-    if not (re.search(r"\bq?lora\b|_lora|lora_|ptuning|p-tuning|adapter", words) or trains_adapters(row)):
+    if not (re.search(r"\bq?lora\b|_lora|lora_|ptuning|p-tuning|adapter", words) or stated(row, "adapters")):
         return 1.0
     notes.append(f"adapters train {FROZEN_TRAINED_FRACTION:.1%} of the weights")
     return FROZEN_TRAINED_FRACTION
