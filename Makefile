@@ -2,16 +2,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+JUDGES ?= .venv-judges
+JUDGES_PYTHON ?= $(firstword $(shell command -v python3.12 2>/dev/null) $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
 INSTALLED := $(VENV)/.installed
 JOBS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow lint format types bench compatibility clean
+.PHONY: help demo test slow judges lint format types bench compatibility clean
 
 help:
 	@echo "make demo    set up, calibrate this machine, plan, run for real, write reports/out/demo.html"
 	@echo "make test    set up and run the test suite"
 	@echo "make slow    the tests that take more than a few seconds each"
+	@echo "make judges  Megatron-LM, torchtitan, DeepSpeed and Accelerate judge exported files (Python 3.12, about 6 GB)"
 	@echo "make lint    ruff, lint and format"
 	@echo "make types   mypy, strict"
 	@echo "make bench   the benchmarks (pytest-benchmark)"
@@ -33,6 +36,21 @@ test: $(INSTALLED)
 
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --benchmark-disable
+
+$(JUDGES)/.installed: Makefile
+	$(JUDGES_PYTHON) -m venv $(JUDGES)
+	$(JUDGES)/bin/python -m pip install --quiet torch numpy transformers tensorboard datasets tyro accelerate==1.15.0
+	DS_BUILD_OPS=0 $(JUDGES)/bin/python -m pip install --quiet deepspeed==0.19.8
+	$(JUDGES)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 torchtitan==0.3.0 spmd_types==0.2.3
+	@touch $@
+
+ifeq ($(JUDGES_PYTHON),)
+judges:
+	@echo "judges: no Python 3.12 was found, which megatron-core needs; skipped (set JUDGES_PYTHON)"
+else
+judges: $(INSTALLED) $(JUDGES)/.installed
+	MESHWRIGHT_JUDGES=$(abspath $(JUDGES))/bin/python $(BIN)/python -m pytest -m slow tests/judges
+endif
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

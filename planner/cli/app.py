@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from planner.cli.calibrate import calibrate
+from planner.cli.check import check
 from planner.cli.execute import execute
 from planner.cli.export import export
 from planner.cli.networks import networks
@@ -121,6 +122,6 @@ def meshwright(
     """
 
 
-for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export):
+for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export, check):
     app.command()(command)
 app.add_typer(profiles, name="profiles")

@@ -120,6 +120,7 @@ READ = frozenset(
         "--account-for-embedding-in-pipeline-split",
         "--account-for-loss-in-pipeline-split",
         "--offload-modules",
+        "--use-precision-aware-optimizer",
     )
 )
 RENAMED: Mapping[str, str] = {
@@ -153,6 +154,8 @@ def arguments(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
             found["--moe-token-dispatcher-type"] = ("alltoall",)
     if (config.cp or 1) > 1:
         found[KEYS["context_algorithm"]] = ("a2a" if config.context_algorithm == "all_to_all" else "p2p",)
+    if config.offload_optimizer:
+        found["--use-precision-aware-optimizer"] = ()  # whose code updates on the host
     if config.offload_activations:
         found["--offload-modules"] = OFFLOADED
     return {**found, **_sharding(config), **_recompute(config), **_precision(config)}
@@ -464,6 +467,13 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             value="",
             remedy="add both, or leave it out",
             rule="it needs --overlap-grad-reduce and --use-distributed-optimizer",
+        )
+    if config.offload_optimizer and config.optimizer_sharding == "none":
+        yield Violation(
+            key=KEYS["offload_optimizer"],
+            value="",
+            rule="it needs --use-precision-aware-optimizer, and that --use-distributed-optimizer",
+            remedy="add both, or leave it out",
         )
     if config.tensor_overlap and not config.sequence_parallel:
         yield Violation(

@@ -115,8 +115,6 @@ def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
         parallel["enable_sequence_parallel"] = bool(config.sequence_parallel)
     if era.expert_tensor_key and (config.ep or 1) > 1:
         parallel["expert_tensor_parallel_degree"] = config.etp or 1
-    if config.tensor_overlap:
-        parallel["enable_async_tensor_parallel"] = True
     micro, count = config.micro_batch or 1, config.micro_batches or 1
     training: dict[str, Any] = {"local_batch_size": micro}
     if pipeline > 1:
@@ -137,7 +135,8 @@ def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
     found = {f"training.{key}": value for key, value in training.items()}
     found |= {f"parallelism.{key}": value for key, value in parallel.items()}
     if config.tensor_overlap:
-        found["compile.enable"] = True
+        section = "parallelism" if era is OLD else "compile"
+        found |= {"compile.enable": True, f"{section}.enable_async_tensor_parallel": True}
     return found
 
 
@@ -425,10 +424,6 @@ def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
             value="true",
             rule="only sharded parameters go to the host",
             remedy="shard over data_parallel_shard_degree",
-        )
-    if config.tensor_overlap and not config.sequence_parallel:
-        yield Violation(
-            key=KEYS["tensor_overlap"], value="true", rule="it needs sequence parallelism", remedy="leave it out"
         )
 
 

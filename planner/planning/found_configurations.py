@@ -80,7 +80,7 @@ class FoundConfigurations:
         if first is None:
             return
         kept, shape = self.pins.sharding_threshold_kb, describe(first.placed.configuration)
-        if kept is not None:
+        if kept is not None and "sharding_threshold_kb" in self.asked:
             yield f"sharding_threshold_kb={kept}", threshold_cost_s(self.search, first), f"{shape} with no threshold"
         graph, hardware = self.search.graph, self.search.hardware
         for pin, seconds, where in simulated_costs(graph, hardware, first.plan, first.prediction, self.pins):

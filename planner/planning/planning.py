@@ -36,6 +36,7 @@ from planner.planning.rescoring import RESCORED, Field, rescore, said_of
 from planner.planning.setting import Setting, setting_of
 from planner.planning.shared_tables import SharedTables
 from planner.planning.tighter import search_tighter, told
+from planner.planning.uniform_modes import mode_of, uniform_modes
 from planner.plans.plan import Status
 from planner.plans.request import Pins, PlanRequest
 from planner.search.candidates import NOTHING_KNOWN, Space
@@ -99,7 +100,6 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-@_collection_paused()
 def plan_network(
     request: PlanRequest,
     *,
@@ -122,8 +122,75 @@ def plan_network(
 
     A KeyboardInterrupt during the search ends it with the best plan so far, and is raised where there is none;
     a `patience` that listens lets the search find one.
+
+    Where the request's software has one mode of recomputation for the whole network, and the best plans have several,
+    each mode is searched by itself as well.
     """
     patience = patience or Patience()
+    result = _planned(request, graph=graph, shared=shared, patience=patience, cores=cores)
+    modes = uniform_modes(request)
+    if not modes or not result.candidates or result.interrupted:
+        return result
+    if graph is None:
+        graph = capture_for(request) if shared is None else shared.graph
+    kept = [c for c in result.candidates if mode_of(c.plan, graph) in modes]
+    if len(kept) == len(result.candidates):
+        return result
+    alone = [
+        _planned(
+            replace(request, pins={**request.pins, "recompute": mode}),
+            graph=graph,
+            shared=shared,
+            patience=patience,
+            cores=cores,
+        )
+        for mode in modes
+    ]
+    return _merged(result, alone, kept, max(request.top, 1))
+
+
+def _merged(result: PlanResult, alone: list[PlanResult], kept: list[Candidate], top: int) -> PlanResult:
+    """Plans of searches with one mode of recomputation each, beside those that the search of all modes has left."""
+    ranked = _ranked([*kept, *(candidate for one in alone for candidate in one.candidates)])[:top]
+    certificates = [one.candidates[0].plan.certificate for one in alone if one.candidates]
+    if not ranked or not certificates:
+        found = next((one for one in alone if not one.candidates), result)
+        return replace(found, candidates=(), status=Status.INFEASIBLE)
+    least = min(c.objective_s for c in certificates)
+    bound = min(c.lower_bound_s for c in certificates)
+    statuses = {c.status for c in certificates}
+    status = Status.HEURISTIC if Status.HEURISTIC in statuses else Status.BOUNDED
+    status = Status.OPTIMAL if statuses == {Status.OPTIMAL} else status
+    candidates = tuple(
+        replace(
+            candidate,
+            plan=replace(
+                candidate.plan,
+                certificate=replace(
+                    candidate.plan.certificate, status=status, objective_s=least, lower_bound_s=min(bound, least)
+                ),
+            ),
+        )
+        for candidate in ranked
+    )
+    return replace(
+        result,
+        candidates=candidates,
+        status=status,
+        elapsed_s=result.elapsed_s + sum(one.elapsed_s for one in alone),
+        simulation_s=result.simulation_s + sum(one.simulation_s for one in alone),
+    )
+
+
+@_collection_paused()
+def _planned(
+    request: PlanRequest,
+    *,
+    graph: OperatorGraph | None,
+    shared: SharedTables | None = None,
+    patience: Patience,
+    cores: int,
+) -> PlanResult:
     setting = setting_of(request, graph, shared, patience)
     pins, hardware, graph = setting.pins, setting.search.hardware, setting.search.graph
     request = setting.request

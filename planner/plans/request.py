@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from planner.plans.capability import Capability, capability_of
 from planner.plans.exchange import UNASKED, Exchange
 from simulator.errors import InputError
 
@@ -115,7 +116,8 @@ class Pins:
     axes as the pins of their degrees do, from the one whose ranks lie farthest apart to the one whose ranks are
     neighbours; those that it leaves out lie where they like. ``stage_layers`` are the layers of every chunk of a
     pipeline, in the order of the network; ``recompute_layers`` says how many layers of a stage compute again, the first
-    ones of each of its chunks.
+    ones of each of its chunks. Of what is not pinned only that is searched which a
+    framework ``runs``.
     """
 
     dp: int | None = None
@@ -150,6 +152,7 @@ class Pins:
     recompute_layers: int | None = None
     batch_only: bool = False
     by_unit: bool = False
+    runs: Capability | None = None
 
     @property
     def experts_stay(self) -> bool:
@@ -164,6 +167,8 @@ class Pins:
     @property
     def one_stage(self) -> bool:
         """Whether plans without pipeline, context and expert axes, recomputation and offload are allowed."""
+        if self.runs is not None:
+            return False  # a framework has one strategy for all layers
         degrees = all(value in (None, 1) for value in (self.pp, self.vpp, self.cp, self.ep)) and not self.by_unit
         words = self.recompute in (None, "none") and self.schedule in (None, "none")
         stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload_optimizer
@@ -280,7 +285,7 @@ def read_pins(request: PlanRequest) -> Pins:
             "pins recompute=none recompute_messages=false: nothing computes again whose messages could be kept; use "
             "--pin recompute=full or selective, or leave recompute_messages out"
         )
-    return _layered(_in_copies(_offloaded(_overlapped(pins))))
+    return _layered(_in_copies(_offloaded(_overlapped(_runnable(pins, request)))))
 
 
 def _layered(pins: Pins) -> Pins:
@@ -301,6 +306,28 @@ def _layered(pins: Pins) -> Pins:
         pins = replace(pins, pp=chunks // virtual)
     by_unit = pins.by_unit or pins.recompute_layers is not None or len(pins.stage_layers or ()) > 1
     return replace(pins, by_unit=by_unit)
+
+
+def _runnable(pins: Pins, request: PlanRequest) -> Pins:
+    """Pins that leave what the request's software can run of what is not pinned.
+
+    Where single operators or modules are fixed, what is asked for is not any framework's and nothing is added.
+    """
+    table = capability_of(request.software) if request.software else None
+    usual = request.parallel_mode == "auto_parallel" and request.search_mode == "dynamic_programming"
+    if table is None or request.hints or not usual:
+        return pins
+    found = replace(pins, runs=table)
+    if found.order is None:
+        found = replace(found, order=tuple(AXES_BY_PIN))
+    if found.optimizer_sharding != "none" and found.sharding_threshold_kb is None:
+        found = replace(found, sharding_threshold_kb=0)
+    if found.sequence_parallel is None and table.sequence_parallel == "never":
+        found = replace(found, sequence_parallel=False)
+    away = found.offload_to is not None or found.offload_parameters
+    if found.offload_optimizer is None and not away and "offload_optimizer" not in table.offload:
+        found = replace(found, offload_optimizer=False)
+    return found
 
 
 def _overlapped(pins: Pins) -> Pins:

@@ -134,8 +134,9 @@ def degrees(extent: Extent) -> Iterator[tuple[int, int, int, int, int]]:
 
 def _degrees(extent: Extent, widest: int) -> Iterator[tuple[int, int, int, int, int]]:
     pins, devices = extent.pins, extent.devices
+    widest, longest = _widest_run(pins, widest, devices)
     for tensor in _pinned(pins.tp, [t for t in divisors(devices) if t <= widest]):
-        for pipeline in _pinned(pins.pp, divisors(devices)):
+        for pipeline in _pinned(pins.pp, [p for p in divisors(devices) if p <= longest]):
             for context in _pinned(pins.cp, _contexts(extent)):
                 inner = tensor * pipeline * context
                 if tensor == 1 and (pins.sequence_parallel or pins.expert_cut not in (None, "any")):
@@ -145,10 +146,18 @@ def _degrees(extent: Extent, widest: int) -> Iterator[tuple[int, int, int, int, 
                 data_parallel = devices // inner
                 if pins.dp not in (None, data_parallel):
                     continue
-                for expert in _pinned(pins.ep, [e for e in divisors(data_parallel) if e <= max(extent.experts, 1)]):
+                most = max(extent.experts, 1) if pins.runs is None or pins.runs.expert_cut else 1
+                for expert in _pinned(pins.ep, [e for e in divisors(data_parallel) if e <= most]):
                     dealt = expert * (tensor if pins.expert_cut == "whole" else 1)
                     if data_parallel % expert == 0 and experts_divide(extent, dealt):
                         yield pipeline, data_parallel, context, expert, tensor
+
+
+def _widest_run(pins: Pins, widest: int, devices: int) -> tuple[int, int]:
+    """Most tensor and pipeline ranks where they are not pinned."""
+    if pins.runs is None:
+        return widest, devices
+    return widest if pins.runs.tensor else 1, devices if pins.runs.pipeline else 1
 
 
 def algorithms(extent: Extent, size: int, tensor: int) -> list[str]:
@@ -156,7 +165,8 @@ def algorithms(extent: Extent, size: int, tensor: int) -> list[str]:
     pinned = extent.pins.context_algorithm
     if size == 1:
         return ["none"] if pinned in (None, "none") else []
-    return [name for name in ALGORITHMS if pinned in (None, name) and not context_obstacle(extent, name, size, tensor)]
+    known = ALGORITHMS if extent.pins.runs is None or pinned is not None else extent.pins.runs.context
+    return [name for name in known if pinned in (None, name) and not context_obstacle(extent, name, size, tensor)]
 
 
 def context_obstacle(extent: Extent, algorithm: str, size: int, tensor: int) -> str | None:
@@ -207,6 +217,8 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
     pins = extent.pins
     searched = [name for name in SEARCHED if name != "gpipe" or micro_batches > 1]
     names = [ONE_STAGE, *searched] if pins.schedule is None else [pins.schedule]
+    if pins.schedule is None and pins.runs is not None:
+        names = [name for name in names if name in pins.runs.schedules]
     for name in names:
         chunks = [2] if name in TWO_CHUNKS else [1]
         if name == "interleaved_1f1b":
@@ -220,7 +232,9 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
 def _shardings(extent: Extent, base: Configuration) -> Iterator[tuple[str, int]]:
     """ZeRO levels with the ranks that share one copy of the states, 0 for all."""
     pins = extent.pins
-    for level in SHARDINGS if pins.optimizer_sharding is None else (pins.optimizer_sharding,):
+    runs = pins.runs
+    levels = SHARDINGS if runs is None else runs.shardings(base.pipeline)
+    for level in levels if pins.optimizer_sharding is None else (pins.optimizer_sharding,):
         if level == "none":
             if pins.shard_size is None and not pins.sharding_threshold_kb:
                 yield level, 0
@@ -229,7 +243,7 @@ def _shardings(extent: Extent, base: Configuration) -> Iterator[tuple[str, int]]
                 if base.data % pins.shard_size == 0:
                     yield level, 0 if pins.shard_size == base.data else pins.shard_size
                 continue
-            for size in _shards(extent, base):
+            for size in _shards(extent, base) if runs is None or level in runs.shard_groups else (0,):
                 yield level, size
 
 

@@ -56,7 +56,7 @@ def graph_of(plan: Plan) -> OperatorGraph:
 
 
 def test_what_a_framework_cannot_run_is_refused_and_names_what_can_be_done(zero_bubble: Plan) -> None:
-    with pytest.raises(InputError, match="schedule=zbv.*--round.*--software megatron_lm"):
+    with pytest.raises(InputError, match="schedule=zbv.*--round.*--software megatron_core"):
         export_plan(zero_bubble, graph_of(zero_bubble), FORMATS["megatron"])
 
 

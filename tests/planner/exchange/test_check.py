@@ -1,0 +1,114 @@
+"""`meshwright check`: configurations of other frameworks, judged, predicted and improved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from planner.cli.app import app
+from planner.exchange.registry import FORMATS
+from planner.exchange.shell import read_script
+
+LAUNCH = """
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+DISTRIBUTED_ARGS="--nproc_per_node $GPUS_PER_NODE --nnodes 1"
+ARGS=(
+    --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 1024 --swiglu --seq-length 128
+    --tensor-model-parallel-size 4  # wide
+    --pipeline-model-parallel-size ${PP:-1} --sequence-parallel --bf16 --micro-batch-size 1 \\
+    --global-batch-size 32 --lr 1e-4 --overlap-grad-reduce
+)
+torchrun $DISTRIBUTED_ARGS pretrain_gpt.py "${ARGS[@]}"
+"""
+
+
+def checked(text: str, folder: Path, *options: str, suffix: str = ".sh") -> tuple[int, dict[str, object]]:
+    """Exit code and document of ``check --json`` on a file with this text."""
+    path = folder / f"given{suffix}"
+    path.write_text(text)
+    done = CliRunner().invoke(app, ["check", str(path), *options, "--json", "--quiet"])
+    return done.exit_code, json.loads(done.stdout) if done.stdout.startswith("{") else {"message": done.stderr}
+
+
+def test_a_launch_script_is_read_predicted_and_improved(tmp_path: Path) -> None:
+    code, said = checked(LAUNCH, tmp_path, "--hw", "dgx-a100")
+    assert code == 0, said
+    assert said["legal"]
+    assert said["not_read"] == ["--lr"]
+    plan, best = said["plan"], said["best"]
+    assert isinstance(plan, dict)
+    assert isinstance(best, dict)
+    assert {name: plan[name] for name in ("devices", "dp", "tp", "pp", "micro_batch", "sequence_parallel")} == {
+        "devices": 8, "dp": 2, "tp": 4, "pp": 1, "micro_batch": 1, "sequence_parallel": True
+    }  # fmt: skip
+    near = said["nearest_better"]
+    assert isinstance(near, list)
+    assert "tp" in {name for one in near for name in one["changed"]}
+    assert all(one["gain"] > 1 for one in near)
+    assert best["gain"] >= near[0]["gain"] * (1 - 1e-9)
+    assert best["plan"]["schedule"] in FORMATS["megatron"].table.schedules
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("--global-batch-size 32", "--global-batch-size 33", "--global-batch-size"),
+        ("--sequence-parallel", "--tp-comm-overlap", "--tp-comm-overlap"),
+        (
+            "--tensor-model-parallel-size 4",
+            "--model-parallel-size 4",
+            "--model-parallel-size",
+        ),
+        ("MAX_CONNECTIONS=1", "MAX_CONNECTIONS=8", "CUDA_DEVICE_MAX_CONNECTIONS"),
+        ("${PP:-1}", "3", "WORLD_SIZE"),
+        ("--bf16", "--bf16 --recompute-granularity full", "--recompute-granularity"),
+        ("--bf16", "--bf16 --overlap-param-gather", "--overlap-param-gather"),
+        ("--num-layers 4", "--num-layers 5 --num-virtual-stages-per-pipeline-rank 2", "--num-layers"),
+    ],
+)
+def test_what_is_illegal_is_named_with_rule_and_remedy(old: str, new: str, key: str, tmp_path: Path) -> None:
+    code, said = checked(LAUNCH.replace(old, new), tmp_path)
+    assert code == 2, said
+    assert not said["legal"]
+    problems = said["problems"]
+    assert isinstance(problems, list)
+    assert key in {problem["key"] for problem in problems}
+    assert all(problem["rule"] and problem["remedy"] for problem in problems)
+
+
+def test_what_does_not_fit_ends_with_3_and_the_best_plan(tmp_path: Path) -> None:
+    text = json.dumps(
+        {"train_batch_size": 4096, "train_micro_batch_size_per_gpu": 512, "gradient_accumulation_steps": 1,
+         "zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}
+    )  # fmt: skip
+    code, said = checked(text, tmp_path, "--network", "zoo:gpt2", "--hw", "dgx-a100", suffix=".json")
+    assert code == 3, said
+    assert said["legal"]
+    assert said["fits"] is False
+    assert said["plan"] is None
+    assert said["reason"]
+    assert isinstance(said["best"], dict)
+    assert said["best"]["plan"]["micro_batch"] < 512
+    assert said["best"]["plan"]["pp"] == 1
+
+
+def test_without_hardware_it_is_said_whether_a_file_is_legal(tmp_path: Path) -> None:
+    code, said = checked(LAUNCH, tmp_path)
+    assert code == 0
+    assert said["legal"]
+    assert said["prediction"] is None
+
+
+def test_what_is_of_no_format_is_an_error(tmp_path: Path) -> None:
+    code, said = checked("hello\n", tmp_path)
+    assert code == 2
+    assert "of no known format" in str(said["message"])
+
+
+def test_variables_of_a_script_are_put_in() -> None:
+    text = "A=2\nB=$((A * 4))\nOPTIONS=\"--one $B --two ${C:-x}\"\nrun $OPTIONS --three='a b' \\\n  --four"
+    assert read_script(text).options == {"--one": ("8",), "--two": ("x",), "--three": ("a b",), "--four": ()}

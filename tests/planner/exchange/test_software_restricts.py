@@ -1,0 +1,51 @@
+"""With ``--software`` only that is searched which the software can run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.lowering.checked import captured
+from planner.planning.planning import plan_network
+from planner.planning.uniform_modes import mode_of
+from planner.plans.capability import capabilities, capability_of
+from planner.plans.request import PlanRequest
+
+REQUEST = PlanRequest(
+    network="zoo:gpt2", hardware="dgx-a100", devices=16, global_batch=128, top=20, sensitivity=False
+)  # fmt: skip
+
+
+OFTEN, SELDOM = ("megatron_core", "deepspeed"), ("torchtitan", "fsdp")
+
+
+@pytest.mark.parametrize("software", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
+def test_plans_are_of_what_the_software_can_run(software: str) -> None:
+    table = capability_of(software)
+    assert table is not None
+    request = replace(REQUEST, software=software, pins={"pp": "4"} if table.pipeline else {})
+    result = plan_network(request)
+    assert result.candidates
+    for candidate in result.candidates:
+        plan = candidate.plan
+        assert plan.schedule in table.schedules
+        assert plan.optimizer_sharding in table.shardings(plan.pipeline)
+        assert not plan.shard_size or plan.optimizer_sharding in table.shard_groups
+        assert plan.sharding_threshold_bytes == 0
+        assert table.pipeline or plan.pipeline == 1
+        assert table.sequence_parallel != "never" or not plan.sequence_parallel
+        assert "offload_optimizer" in table.offload or not plan.offload_optimizer
+        if not table.recompute_by_layer:
+            assert mode_of(plan, captured(plan)) in table.recompute
+
+
+def test_pins_come_before_what_the_software_can_run() -> None:
+    pins = {"pp": "4", "schedule": "zb_h1"}
+    result = plan_network(replace(REQUEST, software="megatron_core", pins=pins, top=1))
+    assert result.candidates[0].plan.schedule == "zb_h1"
+
+
+def test_every_name_of_software_has_one_table() -> None:
+    names = [name for table in capabilities().values() for name in table.software]
+    assert len(names) == len(set(names))
