@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written
 from planner.exchange.training_config import TrainingConfig
 from simulator.errors import InputError
 
@@ -107,10 +107,7 @@ def read(text: str, source: str) -> ReadConfig:
     InputError
         The file is no YAML mapping, or a value is of a wrong type.
     """
-    try:
-        raw = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    raw = CONFIGURATION.yaml(text, source, strict=False)
     if not isinstance(raw, dict):
         raise InputError(f"{source} is no mapping; give a configuration of accelerate launch")
     fsdp, parallel = (_section(raw, name) for name in ("fsdp_config", "parallelism_config"))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation
+from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation
 from planner.exchange.pinned import Pinned, pinned
 from planner.exchange.registry import FORMATS
 from planner.planning.one_stage import Candidate
@@ -19,17 +19,16 @@ from planner.planning.shared_tables import SharedTables
 from planner.plans.request import PlanRequest
 from simulator.errors import InputError, UnsupportedError
 
-MOST_BYTES = 1 << 22
 WORTH = 0.99
 """A plan is better where its step takes at most this part of the time."""
 CHANGES: tuple[tuple[str, ...], ...] = (
     ("micro_batch",),
-    ("recompute",),
+    ("recompute", "recompute_layers"),
     ("sequence_parallel", "tensor_overlap"),
     ("optimizer_sharding", "shard_size", "offload_optimizer", "offload_parameters"),
-    ("schedule", "vpp"),
+    ("schedule", "vpp", "stage_layers"),
     ("tp", "sequence_parallel", "tensor_overlap", "expert_cut"),
-    ("pp", "schedule", "vpp"),
+    ("pp", "schedule", "vpp", "stage_layers", "recompute_layers"),
     ("cp", "context_algorithm"),
     ("ep", "expert_messages", "expert_cut", "expert_overlap"),
 )
@@ -82,16 +81,7 @@ def read_file(path: Path, name: str | None) -> tuple[ExchangeFormat, ReadConfig]
     InputError
         The file cannot be read, is of no known format, or breaks the format's grammar.
     """
-    try:
-        if not path.is_file():
-            raise InputError(f"config {str(path)!r} does not exist or is not a file; give the path of a configuration")
-        if path.stat().st_size > MOST_BYTES:
-            raise InputError(f"config {path}: larger than {MOST_BYTES} bytes; it is no configuration")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"config {str(path)!r} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"config {path} is no text in UTF-8; give a configuration") from error
+    text = CONFIGURATION.text(path)
     if name is not None:
         form = FORMATS[name]
     else:
@@ -189,8 +179,7 @@ def _predicted(said: Checked, base: PlanRequest, *, better: bool) -> Checked:
 
 
 def _beside(asked: Pinned) -> tuple[str, ...]:
-    marks = asked.request.marks
-    return ("layers of stages are kept as they are written",) if marks is not None and marks.stages else ()
+    return ("layers of stages are kept as they are written",) if "stage_layers" in asked.request.pins else ()
 
 
 def _violation(message: str, keys: Mapping[str, str]) -> Violation:

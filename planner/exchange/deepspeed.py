@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written
 from planner.exchange.training_config import TrainingConfig
 from simulator.errors import InputError
 
@@ -101,14 +101,6 @@ def write(config: TrainingConfig) -> Written:
     )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice")
-    return found
-
-
 def read(text: str, source: str) -> ReadConfig:
     """Read a configuration.
 
@@ -117,10 +109,7 @@ def read(text: str, source: str) -> ReadConfig:
     InputError
         The file is no JSON object, or a value is of a wrong type.
     """
-    try:
-        raw = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{source} is no JSON configuration of DeepSpeed: {error}; correct it") from error
+    raw = CONFIGURATION.json(text, source)
     if not isinstance(raw, dict):
         raise InputError(f"{source} is no JSON object; give a configuration of DeepSpeed")
     zero, tensor, expert = (_section(raw, name) for name in ("zero_optimization", "tensor_parallel", "expert_parallel"))

@@ -10,6 +10,9 @@ from typing import TypeAlias
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
 from planner.plans.capability import Capability, capabilities
 from simulator.errors import InputError
+from simulator.input_file import FileKind
+
+CONFIGURATION = FileKind(name="config", remedy="give a configuration of the framework", max_bytes=1 << 22)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

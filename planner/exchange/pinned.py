@@ -107,46 +107,44 @@ def _sharding(config: TrainingConfig, dp: int, notes: list[str]) -> dict[str, st
 
 
 def _layers(config: TrainingConfig, graph: OperatorGraph, notes: list[str]) -> tuple[Marks | None, dict[str, str]]:
-    """Marks that place layers on chunks and say which compute again, else the pin that says it of all."""
+    """Pins that place layers on chunks and say which compute again; marks where layers have modes of their own."""
     names = layer_names(graph)
-    chunks = (config.pp or 1) * (config.vpp or 1)
-    sizes = _sizes(config, len(names), chunks)
-    stages: dict[str, int] = {}
-    if sizes and chunks > 1 and config.schedule in ("1f1b", "interleaved_1f1b", "gpipe", "zb_h1"):
-        if all(sizes[1:-1]):
-            stages = dict(zip(names, (n for n, size in enumerate(sizes) for _ in range(size)), strict=True))
-            # A first or last chunk without layers has what lies before or behind them.
-            units = chain(graph).names()
-            stages |= {} if sizes[0] else {units[0]: 0}
-            stages |= {} if sizes[-1] else {units[-1]: chunks - 1}
-        else:
-            notes.append("chunks without layers are given some")
+    chunks, virtual = (config.pp or 1) * (config.vpp or 1), config.vpp or 1
+    placed = chunks > 1 and config.schedule in ("1f1b", "interleaved_1f1b", "gpipe", "zb_h1")
+    sizes = _sizes(config, len(names), chunks) if placed else ()
+    if sizes and not all(sizes[1:-1]):
+        notes.append("chunks without layers are given some")
+        sizes = ()
     mode = config.recompute
-    if mode == "mixed" or config.recompute_count:
-        even = sizes or tuple(len(names) // chunks + (n < len(names) % chunks) for n in range(chunks))
-        modes = config.recompute_layers or _first_of_each(even, config.recompute_count or 0)
-        if len(modes) != len(names):
-            raise InputError(
-                f"recompute: modes of {len(modes)} layers, and {graph.network} has {len(names)}; correct them"
-            )
-        again: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True}
-        marks = Marks(
-            stages=stages, virtual=config.vpp or 1, recompute={n: again[m] for n, m in zip(names, modes, strict=True)}
-        )
-        return marks, {}
-    marks = Marks(stages=stages, virtual=config.vpp or 1)
+    if mode == "mixed" or (sizes and not all(sizes)):
+        return _marked(config, graph, sizes, names), {} if mode in (None, "mixed") else {"recompute": str(mode)}
+    pins = {"stage_layers": "-".join(map(str, sizes))} if sizes else {}
+    if config.recompute_count:
+        return None, {**pins, "recompute_layers": str(config.recompute_count * virtual)}
     if mode == "selective" and not {*(config.recompute_modules or ())} <= {*CHEAP_MODULES}:
-        notes.append(
-            f"recompute_modules={','.join(config.recompute_modules or ())}: norms and activations compute again"
-        )
+        modules = ",".join(config.recompute_modules or ())
+        notes.append(f"recompute_modules={modules}: norms and activations compute again")
     if mode == "selective" and config.recompute_modules == CHEAP_MODULES[:1]:
         mode = "none"  # fused attention keeps no scores that could be computed again
         notes.append("core_attn alone: fused attention keeps nothing that could be computed again")
-    return marks, {} if mode is None else {"recompute": mode}
+    return None, pins if mode is None else {**pins, "recompute": mode}
 
 
-def _first_of_each(sizes: Sequence[int], count: int) -> tuple[str, ...]:
-    return tuple("full" if place < count else "none" for size in sizes for place in range(size))
+def _marked(config: TrainingConfig, graph: OperatorGraph, sizes: Sequence[int], names: Sequence[str]) -> Marks:
+    """Marks on layers: their chunk, and their mode of recomputation where each has its own."""
+    stages: dict[str, int] = {}
+    if sizes:
+        stages = dict(zip(names, (n for n, size in enumerate(sizes) for _ in range(size)), strict=True))
+        # A first or last chunk without layers has what lies before or behind them.
+        units = chain(graph).names()
+        stages |= {} if sizes[0] else {units[0]: 0}
+        stages |= {} if sizes[-1] else {units[-1]: len(sizes) - 1}
+    modes = config.recompute_layers or ()
+    if config.recompute == "mixed" and len(modes) != len(names):
+        raise InputError(f"recompute: modes of {len(modes)} layers, and {graph.network} has {len(names)}; correct them")
+    again: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True}
+    recompute = {name: again[mode] for name, mode in zip(names, modes, strict=True)} if modes else {}
+    return Marks(stages=stages, virtual=config.vpp or 1, recompute=recompute)
 
 
 def _sizes(config: TrainingConfig, layers: int, chunks: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written
 from planner.exchange.shell import read_script
 from planner.exchange.training_config import TrainingConfig
 from simulator.errors import InputError
@@ -243,10 +243,10 @@ def _raw(text: str, source: str) -> dict[str, Any]:
     if source.endswith(".py") or "config.parallelism." in text:
         return _python_values(text, source)
     if text.lstrip().startswith("{"):
-        try:
-            return _flat(json.loads(text))
-        except (ValueError, RecursionError, AttributeError) as error:
-            raise InputError(f"{source} is no JSON configuration: {error}; correct it") from error
+        document = CONFIGURATION.json(text, source)
+        if not isinstance(document, Mapping):
+            raise InputError(f"{source} is no JSON object; give a resolved configuration of torchtitan")
+        return _flat(document)
     if "--parallelism." in text or "--training." in text:
         options = read_script(text).options
         dotted = {name[2:].replace("-", "_"): value for name, value in options.items() if "." in name}
