@@ -21,11 +21,14 @@ KEPT_FILES = 128
 
 
 def folder() -> Path | None:
-    """Where graphs are kept: ``$XDG_CACHE_HOME/meshwright``; ``None`` with ``MESHWRIGHT_CACHE=off``."""
+    """Where graphs are kept: ``$XDG_CACHE_HOME/meshwright``; ``None`` with ``MESHWRIGHT_CACHE=off`` or no home."""
     if os.environ.get(SWITCH, "").lower() in ("off", "0", "no"):
         return None
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "meshwright"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "meshwright"
+    except RuntimeError:  # nobody knows this user's home
+        return None
 
 
 @remember

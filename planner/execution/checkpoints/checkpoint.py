@@ -41,6 +41,9 @@ from planner.execution.checkpoints.record import (
     RECORD,
     CheckpointRecord,
     checkpoint_name,
+    find_checkpoint,
+    finished_checkpoints,
+    read_record,
     unfinished_name,
     write_record,
 )
@@ -255,6 +258,57 @@ def _read_index(path: Path) -> Metadata:
     except Exception as error:  # noqa: BLE001 a damaged pickle raises whatever it likes
         raise InputError(f"{path} is not the index of a checkpoint: {error}; resume from another") from None
     return found
+
+
+def check_undamaged(path: Path) -> None:
+    """Look whether the record and the index of a checkpoint can be read and its files are as long as they must be.
+
+    Raises
+    ------
+    InputError
+        Something is missing, cut off or unreadable.
+    """
+    read_record(path)
+    needed: dict[str, int] = {}
+    for info in (_read_index(path / METADATA).storage_data or {}).values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    for file, size in sorted(needed.items()):
+        try:
+            found = (path / file).stat().st_size
+        except OSError as error:
+            raise InputError(
+                f"{path / file} cannot be read: {error.strerror}; resume from another checkpoint"
+            ) from None
+        if found < size:
+            raise InputError(f"{path / file} has {found} of {size} bytes; resume from another checkpoint")
+
+
+def find_undamaged(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Find the checkpoint that a path means: itself, or the newest in it that is not damaged.
+
+    Returns
+    -------
+    tuple of Path and tuple of str
+        With what is wrong with newer ones, a message each.
+
+    Raises
+    ------
+    InputError
+        There is none.
+    """
+    newest = find_checkpoint(path)
+    if newest == path:
+        check_undamaged(path)
+        return path, ()
+    damaged: list[str] = []
+    for found in reversed(finished_checkpoints(path)):
+        try:
+            check_undamaged(found)
+        except InputError as error:
+            damaged.append(str(error).rpartition(";")[0])
+        else:
+            return found, tuple(f"{message}; resumed from {found.name} instead" for message in damaged)
+    raise InputError(f"--resume {path}: every checkpoint there is damaged ({damaged[0]}); resume from another folder")
 
 
 class _Reader(FileSystemReader):

@@ -6,10 +6,10 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from planner.execution.checkpoints.checkpoint import find_undamaged
 from planner.execution.checkpoints.record import (
     CheckpointRecord,
     checkpoint_name,
-    find_checkpoint,
     finished_checkpoints,
     read_record,
     remove_unfinished,
@@ -42,7 +42,10 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """What a run takes over from the checkpoint that it goes on from, or its beginning."""
+    """What a run takes over from the checkpoint that it goes on from, or its beginning.
+
+    ``notes`` say which newer checkpoints are damaged.
+    """
 
     seed: int
     data: str | None
@@ -52,6 +55,7 @@ class Begin:
     global_batch: int | None = None
     loss_scale: float | None = None
     good_steps: int = 0
+    notes: tuple[str, ...] = ()
 
     def record(self, plan: Plan, learning_rate: float, precision: str) -> CheckpointRecord:
         """What the checkpoints of this run will say, but for their step."""
@@ -89,7 +93,7 @@ def find_beginning(
     """
     if resume is None:
         return Begin(seed=seed or 0, data=data, learning_rate=learning_rate)
-    path = find_checkpoint(Path(resume))
+    path, damaged = find_undamaged(Path(resume))
     record = read_record(path)
     _check_same(path, record, plan, precision)
     if seed is not None and seed != record.seed:
@@ -116,6 +120,7 @@ def find_beginning(
         global_batch=record.global_batch,
         loss_scale=record.loss_scale,
         good_steps=record.good_steps,
+        notes=damaged,
     )
 
 

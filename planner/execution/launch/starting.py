@@ -84,6 +84,8 @@ def prepare(plan: Plan, options: ExecuteOptions, membership: Membership | None, 
         data=options.data,
         learning_rate=options.learning_rate,
     )
+    for note in begin.notes:
+        say(note)
     check_verifiable(begin, plan, options.verify)
     constants = hyperparameters(plan.optimizer, begin.learning_rate, plan.global_batch)
     record = begin.record(plan, constants.learning_rate, precision)

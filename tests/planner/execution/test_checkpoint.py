@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 from dataclasses import replace
 
@@ -222,9 +223,8 @@ def beginning(resume, plan, **options):
     return find_beginning(resume, plan, **given)
 
 
-def test_what_the_user_leaves_out_is_taken_over(tmp_path, mlp):
-    path = fake_checkpoint(tmp_path, 10)
-    write_record(path / RECORD, RECORD_OF_TEN.model_copy(update={"fingerprint": mlp.fingerprint}))
+def test_what_the_user_leaves_out_is_taken_over(group, tmp_path, mlp):
+    save_checkpoint(tmp_path, RECORD_OF_TEN.model_copy(update={"fingerprint": mlp.fingerprint}), {})
     found = beginning(tmp_path, mlp)
     assert (found.seed, found.learning_rate, found.position) == (3, 0.001, Position(step=10, sample=160))
     assert beginning(tmp_path, mlp, learning_rate=0.5).learning_rate == 0.5
@@ -241,6 +241,40 @@ def test_what_the_user_leaves_out_is_taken_over(tmp_path, mlp):
         beginning(tmp_path, replace(mlp, optimizer="lamb"))
     with pytest.raises(InputError, match="its network is"):
         beginning(tmp_path, replace(mlp, fingerprint="0" * 64))
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:50])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: cut(path / RECORD), "checkpoint.json: "),
+        (lambda path: cut(path / ".metadata"), "is not the index of a checkpoint"),
+        (lambda path: (path / ".metadata").unlink(), "does not exist"),
+        (lambda path: cut(next(path.glob("*.distcp"))), r"distcp has 50 of \d+ bytes"),
+        (lambda path: next(path.glob("*.distcp")).unlink(), "distcp cannot be read: No such file"),
+    ],
+    ids=["record", "index", "no index", "data", "no data"],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_named(group, tmp_path, mlp, damage, words):
+    parameter, step = trained("adam", torch.float64)
+    pieces = state_pieces({"w": parameter}, {"w": step}, WHOLE)
+    record = RECORD_OF_TEN.model_copy(update={"fingerprint": mlp.fingerprint})
+    first = save_checkpoint(tmp_path, record, pieces)
+    newest = save_checkpoint(tmp_path, record.model_copy(update={"step": 15, "samples": 240}), pieces)
+    assert beginning(tmp_path, mlp).position.step == 15
+    damage(newest)
+    found = beginning(tmp_path, mlp)
+    assert (found.position.step, found.resume) == (10, first)
+    assert len(found.notes) == 1
+    assert re.search(rf"step-00000015.*{words}.*; resumed from step-00000010 instead", found.notes[0])
+    with pytest.raises(InputError, match=words):
+        beginning(newest, mlp)
+    damage(first)
+    with pytest.raises(InputError, match="every checkpoint there is damaged"):
+        beginning(tmp_path, mlp)
 
 
 def test_where_to_save(tmp_path):

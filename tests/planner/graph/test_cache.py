@@ -75,6 +75,17 @@ def test_off_means_no_file(place: Path, full_graph: Full, monkeypatch: pytest.Mo
     assert not place.exists()
 
 
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, full_graph: Full) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(cache.SWITCH, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    cache.store("key", full_graph("mlp"))
+    assert cache.load("key") is None
+
+
 def test_a_folder_that_cannot_be_made_is_no_error(
     tmp_path: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch
 ) -> None:
