@@ -45,7 +45,8 @@ class PlanArguments:
     """Arguments and options, None where not given."""
 
     network: Annotated[
-        str | None, typer.Argument(help="zoo:NAME, hf:PATH, py:module:factory or pt2:FILE.", metavar="NETWORK")
+        str | None,
+        typer.Argument(help="zoo:NAME, hf:PATH, timm:NAME, tv:NAME, py:module:factory or pt2:FILE.", metavar="NETWORK"),
     ] = None
     hardware: Annotated[
         str | None, typer.Option("--hw", metavar="PROFILE", help="A profile's name or the path of one.")

@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 class WhatIfArguments:
     """Arguments and options, None where not given."""
 
-    network: Annotated[str, typer.Argument(help="zoo:NAME, hf:PATH, py:module:factory or pt2:FILE.", metavar="NETWORK")]
+    network: Annotated[
+        str,
+        typer.Argument(help="zoo:NAME, hf:PATH, timm:NAME, tv:NAME, py:module:factory or pt2:FILE.", metavar="NETWORK"),
+    ]
     hardware: Annotated[str, typer.Option("--hw", metavar="PROFILE[,PROFILE...]", help="Names or paths of profiles.")]
     devices: Annotated[
         str, typer.Option("--devices", metavar="8,16,...,4096", help="Device counts; an ellipsis continues them.")

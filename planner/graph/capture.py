@@ -293,7 +293,9 @@ class _Converter:
     def _flops(self, source: fx.Node) -> float:
         values = _values(source.args)
         total = count_flops(source.target, values, dict(source.kwargs), source.meta["val"])  # type: ignore[arg-type]
-        return total / self.traced.marker if total % self.traced.marker == 0 else total
+        while total and total % self.traced.marker == 0:
+            total /= self.traced.marker
+        return total
 
     def _outputs(self) -> tuple[TensorRef, dict[str, TensorRef]]:
         output = next(node for node in self.traced.graph.nodes if node.op == "output")

@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from planner.graph.masked_attention import visible_keys
 from simulator.program import Kernel
 
 _CLASSES: dict[Kernel, tuple[str, ...]] = {
@@ -19,6 +20,8 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
     Kernel.ATTENTION: (
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "masked_attention",
+        "masked_attention_backward",
     ),
     Kernel.ACTIVATION: (
         *("relu", "threshold_backward", "leaky_relu", "leaky_relu_backward", "hardtanh", "hardtanh_backward"),
@@ -107,6 +110,10 @@ def count_flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], o
         return _attention_flops(*args[:3], causal=bool(args[4]) if len(args) > 4 else bool(kwargs.get("is_causal")))
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         return _ATTENTION_BACKWARD_RATIO * _attention_flops(*args[1:4], causal=bool(args[7]))
+    if name == "masked_attention":
+        return _masked_attention_flops(*args[:6])
+    if name == "masked_attention_backward":
+        return _ATTENTION_BACKWARD_RATIO * _masked_attention_flops(*args[1:4], *args[6:9])
     if name == "convolution_backward":
         return _convolution_backward_flops(*args)
     formula = flop_registry.get(op.overloadpacket)
@@ -118,6 +125,11 @@ def _convolution_backward_flops(gradient: Any, image: Any, weight: Any, _: Any, 
     *settings, asked = how
     forward = flop_registry[torch.ops.aten.convolution](image, weight, None, *settings, out_val=gradient)
     return float(sum(asked[:2]) * forward)
+
+
+def _masked_attention_flops(query: Any, key: Any, value: Any, causal: bool, window: int, chunk: int) -> float:
+    seen = visible_keys(int(query.shape[-2]), int(key.shape[-2]), causal, window, chunk)
+    return 2.0 * float(prod(query.shape[:-2])) * seen * int(query.shape[-1] + value.shape[-1])
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *, causal: bool) -> float:

@@ -52,8 +52,8 @@ def _scaled(graph: OperatorGraph, batch: int) -> OperatorGraph:
             scaled[spec] = replace(spec, shape=tuple(d // old * batch if grows else d for d, grows in dims))
         return scaled[spec]
 
-    def at(node: Node, works: bool, grows: bool) -> Node:
-        flops = node.flops / old * batch if works else node.flops
+    def at(node: Node, works: int, grows: bool) -> Node:
+        flops = node.flops / old**works * batch**works if works else node.flops
         if flops == node.flops and not grows:
             return node
         # Equal blocks keep the same objects.
@@ -65,15 +65,15 @@ def _scaled(graph: OperatorGraph, batch: int) -> OperatorGraph:
     known = _GROWING.of(graph)
     if None not in known:
         known[None] = [
-            (bool(node.flops) and _touches_batch(graph, node), any(any(spec.batch_dims) for spec in node.outputs))
+            (_batch_dims(graph, node) if node.flops else 0, any(any(spec.batch_dims) for spec in node.outputs))
             for node in graph.nodes
         ]
     nodes = tuple(at(node, *growing) for node, growing in zip(graph.nodes, known[None], strict=True))
     return replace(graph, nodes=nodes, batch_size=batch)
 
 
-_GROWING = KeptByGraph[None, list[tuple[bool, bool]]]()
-"""Of each node of a graph whether its operations, and whether its outputs, grow with the batch."""
+_GROWING = KeptByGraph[None, list[tuple[int, bool]]]()
+"""Of each node of a graph the power of the batch with which its operations grow, and whether its outputs do."""
 
 
 def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
@@ -134,9 +134,10 @@ def _viewed(graph: OperatorGraph, ref: TensorRef) -> TensorRef:
     return ref
 
 
-def _touches_batch(graph: OperatorGraph, node: Node) -> bool:
+def _batch_dims(graph: OperatorGraph, node: Node) -> int:
+    """The power of the batch with which a node's work grows: 2 where samples are compared with one another."""
     specs = (*node.outputs, *(graph.spec(ref) for ref in node.tensor_inputs))
-    return any(any(spec.batch_dims) for spec in specs)
+    return max(sum(spec.batch_dims) for spec in specs)
 
 
 def _with_dtype(argument: Argument, dtype: str) -> Argument:

@@ -8,20 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from planner.graph.capture_errors import capture_error, user_source
 from planner.graph.dropout import dropout_operator
 from simulator.errors import NetworkError
 from simulator.torch_versions import untried_torch
 
+Module = TypeVar("Module", bound=nn.Module)
 MARKERS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
 """Primes to stand for the batch size: a dim that one of them divides is a batch dim."""
 
@@ -63,7 +65,7 @@ def trace(
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         module = make()
         _normalise(module)
-        notes = _without_running_statistics(module)
+        notes = _without_running_statistics(module) + _without_stochastic_depth(module)
         marker = _choose_marker(module, inputs, network, markers)
         example = tuple(torch.zeros(marker, *i.shape, dtype=getattr(torch, i.dtype)) for i in inputs)
         try:
@@ -80,6 +82,18 @@ def trace(
         except Exception as error:
             raise capture_error(network, error) from error
     return Trace(graph=joint.graph, marker=marker, names=_parameter_names(module), notes=(*notes, *untried_torch()))
+
+
+def unmaterialised(make: Callable[[], Module]) -> Module:
+    """Make a module, and while a network is traced do so on the meta device.
+
+    There, tensors that a constructor puts on the CPU by name are real, so that it may read numbers from them. `trace`
+    replaces those of the meta device.
+    """
+    if detect_fake_mode() is None:
+        return make()
+    with unset_fake_temporarily(), torch.device("meta"):
+        return make()
 
 
 @contextmanager
@@ -162,6 +176,22 @@ def _without_running_statistics(module: nn.Module) -> list[str]:
             child.running_mean = child.running_var = child.num_batches_tracked = None
             found = True
     return ["batch norm keeps no running statistics: training uses those of the batch"] if found else []
+
+
+def _without_stochastic_depth(module: nn.Module) -> list[str]:
+    """Keep every block: which ones a step leaves out is drawn anew each time."""
+    found = False
+    for child in module.modules():
+        if type(child).__name__ in _STOCHASTIC_DEPTHS:
+            for name in ("drop_prob", "p"):
+                found |= bool(getattr(child, name, 0.0))
+                if hasattr(child, name):
+                    setattr(child, name, 0.0)
+    return ["stochastic depth is left out"] if found else []
+
+
+_STOCHASTIC_DEPTHS = ("DropPath", "StochasticDepth")
+"""Names of its modules: each library has its own."""
 
 
 def _prepare(module: fx.GraphModule) -> list[str]:

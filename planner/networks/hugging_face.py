@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.networks.adapters import CONFIG as ADAPTER_CONFIG
 from planner.networks.adapters import Adapters, read_adapters
 from planner.networks.decoder.known import hugging_face_decoder
 from planner.networks.network import CAPTURED_BLOCKS, Network
 from planner.networks.zoo.table import EXPERTS_NOTE, language_inputs
-from simulator.errors import InputError, MeshwrightError, NetworkError, UnsupportedError
+from simulator.errors import InputError, MeshwrightError, NetworkError
 from simulator.input_file import FileKind, is_regular
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from planner.networks.hugging_face_modules import Facts
 
 CONFIG_FILE = FileKind(name="config", remedy="give a config.json or its folder", error=NetworkError)
 MAXIMUM_SEQUENCE_LENGTH = 4096
@@ -94,7 +96,7 @@ MODEL_TYPES = {
         sizes=_LATENT_SIZES,
     ),
 }
-"""Model types whose capture is tested."""
+"""Model types that are described without transformers: decoders whose graphs are written, and their like."""
 PREDICTED = "max_predictions_per_seq"
 """Key of how many positions of a sample a masked network predicts, which are the first ones here: all cost the same.
 
@@ -115,12 +117,9 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     config = _read(path)
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        raise NetworkError(f"{path}: key 'model_type' is {kind!r}; it must name one of {', '.join(MODEL_TYPES)}")
+        raise NetworkError(f"{path}: key 'model_type' is {kind!r}; it must name a model type of transformers")
     if kind not in MODEL_TYPES:
-        raise UnsupportedError(
-            f"{path}: model_type {kind!r} is not supported yet; use one of {', '.join(MODEL_TYPES)}, "
-            "or write the network as py:MODULE:FACTORY"
-        )
+        return _described(place, path, adapted, config, sequence_length)
     model = MODEL_TYPES[kind]
     settings = {_ALIASES.get(kind, {}).get(key, key): v for key, v in config.items() if key not in _IGNORED_KEYS}
     layers, vocabulary, positions = (
@@ -136,7 +135,6 @@ def load_config(place: str, sequence_length: int | None) -> Network:
             f"{positions} or less"
         )
     settings, dropout = _without_dropout(settings, kind)
-    _check_window(path, settings, length)
     notes: tuple[str, ...] = (f"dropout is left out ({', '.join(dropout)} of the config)",) if dropout else ()
     if kind in WITH_EXPERTS:
         notes += (EXPERTS_NOTE,)
@@ -162,7 +160,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         content=content,
         notes=notes,
         decoder=hugging_face_decoder(kind, settings)
-        if adapters is None and (length > 1 or kind != "mixtral")
+        if adapters is None and (length > 1 or kind != "mixtral") and not _windowed(settings, length)
         else None,
     )
 
@@ -236,34 +234,36 @@ def _without_dropout(settings: dict[str, Any], kind: str) -> tuple[dict[str, Any
     return {**settings, **dict.fromkeys(defaults, 0.0)}, removed
 
 
-def _check_window(path: Path, settings: Mapping[str, Any], length: int) -> None:
+def _windowed(settings: Mapping[str, Any], length: int) -> bool:
+    """Whether tokens attend to some of those before them alone."""
     window = settings.get("sliding_window")
-    if window is not None and (not isinstance(window, int) or window < length):
-        raise UnsupportedError(
-            f"{path}: key 'sliding_window' is {window!r}; attention over part of the {length} tokens is not "
-            "supported yet: set it to null or shorten the sequence"
-        )
+    return isinstance(window, int) and window < length
 
 
 def _make(
     paths: tuple[str, str], kind: str, settings: Mapping[str, Any], lengths: tuple[int, int | None],
     adapters: Adapters | None, depth: int | None,
 ) -> nn.Module:  # fmt: skip
-    try:
-        from planner.networks.hugging_face_modules import make_module
-    except ImportError as error:
-        raise InputError(f"hf: networks need transformers ({error}); install meshwright[hf]") from error
     if depth is not None:
         settings = {**settings, MODEL_TYPES[kind].layers[0]: depth}
     settings = {key: value for key, value in settings.items() if key != PREDICTED}
-    path = paths[0]
-    try:
-        module = make_module(path, kind, settings, *lengths)
-        if adapters is not None:
-            from planner.networks.adapted_modules import adapt
+    length, predicted = lengths
+    return _built(
+        lambda m: m.trained(paths, kind, settings, length, adapters=adapters, predicted=predicted), paths[0], kind
+    )
 
-            path = paths[1]
-            adapt(path, module.model, adapters)
+
+Made = TypeVar("Made")
+
+
+def _built(make: Callable[[Any], Made], path: str, kind: str) -> Made:
+    """Call the module that needs transformers."""
+    try:
+        from planner.networks import hugging_face_modules
+    except ImportError as error:
+        raise InputError(f"hf: networks need transformers ({error}); install meshwright[hf]") from error
+    try:
+        return make(hugging_face_modules)
     except MeshwrightError:
         raise
     except Exception as error:  # transformers checks few values of a config: whatever it raises, the config is wrong
@@ -271,4 +271,44 @@ def _make(
             f"{path}: no {kind} network has these values ({type(error).__name__}: {error}); correct the key that this "
             "names, or compare the config with one of its kind that works"
         ) from error
-    return module
+
+
+def _described(
+    place: str, path: Path, adapted: Path | None, config: Mapping[str, Any], sequence_length: int | None
+) -> Network:
+    """A network of any model type that transformers trains, as its own classes describe it."""
+    kind = str(config["model_type"])
+    settings = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
+    adapters, notes = (None, ()) if adapted is None else read_adapters(adapted, _read(adapted))
+    architectures = config.get("architectures")
+    content = json.dumps({"hf": kind, "architectures": architectures, **settings}, sort_keys=True)
+    content += "" if adapters is None else f"\n{adapters!r}"
+    facts: Facts = _built(lambda m: m.facts(str(path), kind, settings, architectures, sequence_length), str(path), kind)
+    named = adapted or path
+    dropout = (f"dropout is left out ({', '.join(facts.dropout)} of the config)",) if facts.dropout else ()
+    return Network(
+        name=named.parent.name if named.name in ("config.json", ADAPTER_CONFIG) and named.parent.name else named.stem,
+        spec=f"hf:{place}",
+        family=facts.family,
+        description=f"{facts.class_name} from {path}",
+        default_global_batch=64,
+        default_optimizer="adamw",
+        sequence_length=facts.sequence_length,
+        inputs=facts.inputs,
+        make=partial(
+            _make_any, (str(path), str(adapted)), kind, settings, architectures, facts.sequence_length or 0, adapters
+        ),
+        content=content,
+        notes=dropout + ((EXPERTS_NOTE,) if facts.experts else ()) + notes,
+    )
+
+
+def _make_any(
+    paths: tuple[str, str], kind: str, settings: Mapping[str, Any], architectures: object, length: int,
+    adapters: Adapters | None, depth: int | None,
+) -> nn.Module:  # fmt: skip
+    return _built(
+        lambda m: m.trained(paths, kind, settings, length, architectures=architectures, adapters=adapters),
+        paths[0],
+        kind,
+    )

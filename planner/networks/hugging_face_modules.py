@@ -2,75 +2,220 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import NewGELUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 from transformers.pytorch_utils import Conv1D
 
+from planner.graph.masked_attention import masked_attention_operator
+from planner.graph.tracing import unmaterialised
+from planner.networks.adapted_modules import adapt
+from planner.networks.adapters import Adapters
 from planner.networks.hugging_face_deepseek import GroupedRouter, LatentAttention, check_deepseek
 from planner.networks.losses import mean_cross_entropy
+from planner.networks.network import Family, InputSpec
+from planner.networks.transformers_classes import (
+    MAXIMUM_LENGTH,
+    fixed_arguments,
+    inputs_of,
+    number,
+    positions,
+    trainable_class,
+)
 from planner.networks.zoo.experts import choose_experts, mix_experts
 from planner.networks.zoo.llama import RootMeanSquareNorm, rotary_table
-from simulator.errors import NetworkError, UnsupportedError
+from simulator.errors import InputError, MeshwrightError, NetworkError, UnsupportedError
 
 IMPLEMENTATION = "meshwright"
 
 
-class LanguageModel(nn.Module):
-    """A model of transformers with its loss: the mean cross entropy at all positions."""
+_TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+"""Kinds of loss of transformers that are the cross entropy of every token."""
 
-    def __init__(self, model: nn.Module) -> None:
+
+class Trained(nn.Module):
+    """A model of transformers with its loss.
+
+    The loss of tokens is the mean cross entropy at all positions, to which a router's own is added where the model
+    computes one; any other loss is the model's.
+    """
+
+    def __init__(self, model: Any, names: Sequence[str]) -> None:
         super().__init__()
         self.model = model
+        self.names = tuple(names)
+        self.fixed = fixed_arguments(type(model))
+        tokens = (model.loss_type or _TOKEN_LOSSES[0]) in _TOKEN_LOSSES and model.get_output_embeddings() is not None
+        self.of_tokens = tokens and "labels" in names
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Loss of tokens against targets, both ``(batch, length)``."""
-        return mean_cross_entropy(self.model(input_ids=tokens).logits, targets)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Loss of inputs in the order of `names`."""
+        given = dict(zip(self.names, inputs, strict=True))
+        if not self.of_tokens:
+            return self.model(**given, **self.fixed).loss  # type: ignore[no-any-return]
+        labels = given.pop("labels")
+        output = self.model(**given, **self.fixed)
+        loss = mean_cross_entropy(output.logits, labels)
+        routing = getattr(output, "aux_loss", None)
+        return loss if routing is None else loss + self.model.config.router_aux_loss_coef * routing
 
 
-class MaskedModel(LanguageModel):
-    """A masked model of transformers whose loss is taken at the first `predicted` positions."""
+class FirstPositions(Trained):
+    """A BERT whose loss is taken at the first `predicted` positions."""
 
-    def __init__(self, model: nn.Module, predicted: int) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, names: Sequence[str], predicted: int) -> None:
+        super().__init__(model, names)
         self.predicted = predicted
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
         """Loss of tokens against targets, both ``(batch, length)``."""
-        model: Any = self.model
-        hidden = model.bert(input_ids=tokens).last_hidden_state[:, : self.predicted]
-        return mean_cross_entropy(model.cls(hidden), targets[:, : self.predicted])
+        tokens, targets = inputs
+        hidden = self.model.bert(input_ids=tokens).last_hidden_state[:, : self.predicted]
+        return mean_cross_entropy(self.model.cls(hidden), targets[:, : self.predicted])
 
 
-def make_module(
-    path: str, kind: str, settings: Mapping[str, Any], length: int, predicted: int | None = None
-) -> nn.Module:
-    """Make the module of a checked config; transformers' own complaints name the file."""
-    AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+def make_config(path: str, kind: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """Make the configuration of a model type; NetworkError names the file where transformers refuses it."""
     try:
         config = AutoConfig.for_model(kind, **settings)
     except Exception as error:
         raise NetworkError(f"{path}: transformers refuses the config: {error}; correct the key") from error
-    _check(path, kind, config)
-    config.use_cache = False
-    config._attn_implementation = IMPLEMENTATION
-    if hasattr(config, "num_local_experts") or hasattr(config, "n_routed_experts"):
-        config._experts_implementation = IMPLEMENTATION
-    auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
-    model: nn.Module = auto.from_config(config, attn_implementation=IMPLEMENTATION)  # type: ignore[no-untyped-call]
+    return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a configuration says of a network before its module is made.
+
+    ``dropout`` are the keys of chances that training leaves out; ``sequence_length`` is None where no tokens are read.
+    """
+
+    class_name: str
+    family: Family
+    inputs: tuple[InputSpec, ...]
+    sequence_length: int | None
+    dropout: tuple[str, ...]
+    experts: bool
+
+
+def facts(
+    path: str, kind: str, settings: Mapping[str, Any], architectures: object, sequence_length: int | None
+) -> Facts:
+    """Describe the network of a configuration.
+
+    Raises
+    ------
+    InputError, NetworkError, UnsupportedError
+        The sequence is longer than the positions; transformers refuses the configuration, or has no class with a loss.
+    """
+    config = make_config(path, kind, settings)
+    model_class = trainable_class(path, config, architectures)
+    most = positions(config)
+    length = sequence_length or min(most or MAXIMUM_LENGTH, MAXIMUM_LENGTH)
+    inputs = tuple(inputs_of(model_class, config, length).values())
+    kinds = {spec.kind for spec in inputs}
+    tokens = bool(kinds & {"tokens", "next_tokens"})
+    if tokens and most and length > most:
+        raise InputError(
+            f"{path}: the network has {most} positions, fewer than the sequence length {length}; use --seq-len {most} "
+            "or less"
+        )
+    if sequence_length is not None and not tokens:
+        raise InputError(f"{path}: the network reads no tokens (given --seq-len {sequence_length}): leave it out")
+    return Facts(
+        class_name=model_class.__name__,
+        family="language" if tokens else "image" if "image" in kinds else "features",
+        inputs=inputs,
+        sequence_length=length if tokens else None,
+        dropout=tuple(without_chance(config)),
+        experts=any(number(part, *_EXPERTS) for part in _parts(config)),
+    )
+
+
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+
+
+def trained(
+    paths: tuple[str, str], kind: str, settings: Mapping[str, Any], length: int, *, architectures: object = None,
+    adapters: Adapters | None = None, predicted: int | None = None,
+) -> nn.Module:  # fmt: skip
+    """Make the module of a configuration with its loss, and adapters beside its products if there are any.
+
+    ``predicted`` is how many positions of a sample a masked network predicts, if not all.
+    """
+    config = make_config(paths[0], kind, settings)
+    model_class = trainable_class(paths[0], config, architectures)
+    names = tuple(inputs_of(model_class, config, length))
+    model = make_model(paths[0], config, model_class, length)
+    if adapters is not None:
+        adapt(paths[1], model, adapters)
+    return Trained(model, names) if predicted is None else FirstPositions(model, names, predicted)
+
+
+def without_chance(config: PreTrainedConfig) -> list[str]:
+    """Set to zero, in place, what draws random numbers in training; return the keys that were not."""
+    found = []
+    for part in _parts(config):
+        for key, value in vars(part).items():
+            chance = isinstance(value, float) and value > 0 and any(word in key for word in _CHANCES)
+            if chance or (key == "apply_spec_augment" and value):
+                setattr(part, key, False if isinstance(value, bool) else 0.0)
+                found.append(key)
+    return sorted(set(found))
+
+
+_CHANCES = ("drop", "jitter", "mask_time_prob", "mask_feature_prob")
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)
+
+
+def make_model(path: str, config: PreTrainedConfig, model_class: type[Any], length: int) -> nn.Module:
+    """Make the model of a configuration, which it changes; transformers' own complaints name the file."""
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _pattern)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+    _check(path, config.model_type, config)
+    for part in _parts(config):
+        part.use_cache = False
+    config._experts_implementation = IMPLEMENTATION
+    without_chance(config)
+    try:
+        model = unmaterialised(lambda: _from_config(model_class, config))
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise NetworkError(f"{path}: transformers refuses the config: {error}; correct the key") from error
     _simplify(model, config, length)
-    return LanguageModel(model) if predicted is None else MaskedModel(model, predicted)
+    return model
+
+
+def _from_config(model_class: type[Any], config: PreTrainedConfig) -> nn.Module:
+    try:
+        config._attn_implementation = IMPLEMENTATION
+        return model_class._from_config(config, attn_implementation=IMPLEMENTATION)  # type: ignore[no-any-return]
+    except ValueError as error:
+        if "attention" not in str(error):
+            raise
+        config._attn_implementation = "eager"
+        return model_class._from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
 
 
 def _check(path: str, kind: str, config: PreTrainedConfig) -> None:
@@ -95,10 +240,10 @@ def _simplify(model: nn.Module, config: PreTrainedConfig, length: int) -> None:
             class_name = type(child).__name__
             if class_name == "GPT2Attention":
                 setattr(parent, name, SeparateAttention(config))
-            elif class_name.endswith("RMSNorm"):
+            elif class_name.endswith("RMSNorm") and _is_plain_norm(child):
                 setattr(parent, name, RootMeanSquareNorm(child.weight.shape[0], child.variance_epsilon))
-            elif class_name.endswith("RotaryEmbedding") and _plain_rotary(config):
-                setattr(parent, name, RotaryTable(config))
+            elif class_name.endswith("RotaryEmbedding") and _plain_rotary(child):
+                setattr(parent, name, RotaryTable(child.config))
             elif class_name == "DeepseekV2RotaryEmbedding":
                 setattr(parent, name, DeepseekV3RotaryEmbedding(cast(Any, config)))  # tables instead of complex numbers
             elif isinstance(child, NewGELUActivation):
@@ -113,9 +258,24 @@ def _simplify(model: nn.Module, config: PreTrainedConfig, length: int) -> None:
                 child.sequence_length = length
 
 
-def _plain_rotary(config: PreTrainedConfig) -> bool:
-    parameters = config.rope_parameters or {}
-    return parameters.get("rope_type", "default") == "default" and "partial_rotary_factor" not in parameters
+def _is_plain_norm(norm: Any) -> bool:
+    """Whether a module computes what `RootMeanSquareNorm` does, as tried on numbers."""
+    if set(dict(norm.named_parameters())) != {"weight"} or not hasattr(norm, "variance_epsilon"):
+        return False
+    with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+        x, weight = torch.linspace(-2.0, 3.0, 6).repeat(2, 1), torch.linspace(0.5, 2.0, 6)
+        ours = RootMeanSquareNorm(6, norm.variance_epsilon)
+        found = [torch.func.functional_call(module, {"weight": weight}, (x,)) for module in (norm, ours)]
+        return bool(torch.allclose(found[0], found[1], rtol=1e-6))
+
+
+def _plain_rotary(rotary: Any) -> bool:
+    """Whether a module makes the tables that `RotaryTable` does."""
+    config = getattr(rotary, "config", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    plain = parameters.get("rope_type") == "default" and "partial_rotary_factor" not in parameters
+    takes = list(inspect.signature(rotary.forward).parameters)[:3]
+    return plain and "mrope_section" not in parameters and takes == ["x", "position_ids"]
 
 
 class RotaryTable(nn.Module):
@@ -172,8 +332,34 @@ class Router(nn.Module):
         return logits, weights, index
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Leave masks out: attention is causal or whole, and nothing is padded."""
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which keys a query attends to: none behind it if causal, those of a window and of its chunk (0: all)."""
+
+    causal: bool
+    window: int = 0
+    chunk: int = 0
+
+
+def _pattern(*_: Any, q_length: int = 0, mask_function: Any = None, **__: Any) -> Pattern | None:
+    """Describe a mask; None where attention is causal or whole as its module says, and nothing is padded."""
+    parts = list(_mask_parts(mask_function))
+    limits = {name: value for _, found in parts for name, value in found.items() if isinstance(value, int)}
+    window, chunk = (limits.get(name, 0) for name in ("sliding_window", "chunk_size"))
+    window, chunk = (0 if not value or value >= q_length else value for value in (window, chunk))
+    causal = any(function is causal_mask_function for function, _ in parts)
+    return Pattern(causal, window, chunk) if window or chunk else None
+
+
+def _mask_parts(function: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Functions that a mask of transformers is combined from, with the values they hold."""
+    held = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if held else ()
+    found = {name: cell.cell_contents for name, cell in zip(names, held, strict=True)}
+    yield function, found
+    inner = (found.get("mask_function"), *found.get("mask_functions", ()))
+    for part in filter(None, inner):
+        yield from _mask_parts(part)
 
 
 def _attention(
@@ -181,19 +367,38 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Pattern | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend without a mask tensor: ``(batch, heads, length, dim)`` to ``(batch, length, heads, dim)``."""
+    """Attend: ``(batch, heads, length, dim)`` to ``(batch, length, heads, dim)``, with the model's own mask alone."""
     groups = query.shape[1] // key.shape[1]
     plain = scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5)
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if isinstance(attention_mask, Pattern) or ((softcap or s_aux is not None) and attention_mask is None):
+        pattern = attention_mask or Pattern(causal)
+        mixed, _normaliser = masked_attention_operator()(
+            query,
+            _repeat_heads(key, groups),
+            _repeat_heads(value, groups),
+            pattern.causal,
+            pattern.window,
+            pattern.chunk,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap or 0.0,
+            s_aux,
+        )
+        return mixed.transpose(1, 2), None
     mixed = F.scaled_dot_product_attention(
         query,
         _repeat_heads(key, groups),
         _repeat_heads(value, groups),
-        is_causal=bool(getattr(module, "is_causal", True)),
+        attn_mask=attention_mask,
+        is_causal=causal and attention_mask is None and query.shape[2] > 1,
         scale=None if plain else scaling,
     )
     return mixed.transpose(1, 2), None
@@ -206,14 +411,18 @@ def _repeat_heads(x: Tensor, groups: int) -> Tensor:
     return x.unsqueeze(2).expand(batch, heads, groups, length, dim).flatten(1, 2)
 
 
-def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any) -> Tensor:
     """Mix the experts of a module of transformers."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    biases = (getattr(module, f"{first}_bias"), module.down_proj_bias) if module.has_bias else None
     return mix_experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        gate_up=module.gate_up_proj,
+        up=getattr(module, first),
         down=module.down_proj,
         length=module.sequence_length,
-        activation=module.act_fn,
+        between=module._apply_gate if module.has_gate else module.act_fn,
+        biases=biases,
+        transposed=module.is_transposed,
     )

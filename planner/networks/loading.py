@@ -14,7 +14,7 @@ from planner.networks.zoo.configs import BertConfig, MixtralConfig
 from planner.networks.zoo.table import ZOO, ZooEntry, language_inputs, make_language_module
 from simulator.errors import InputError, NetworkError
 
-SOURCES = "zoo:NAME, hf:PATH, py:MODULE:FACTORY, pt2:FILE"
+SOURCES = "zoo:NAME, hf:PATH, timm:NAME, tv:NAME, py:MODULE:FACTORY, pt2:FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,9 @@ def load_network(
     Parameters
     ----------
     spec
-        ``zoo:NAME``, ``hf:PATH`` (a ``config.json`` or its folder), ``py:MODULE:FACTORY`` or ``pt2:FILE`` (a saved
-        program of torch.export, which has to be trusted: `planner.networks.trust`); or a network itself.
+        ``zoo:NAME``, ``hf:PATH`` (a ``config.json`` or its folder), ``timm:NAME``, ``tv:NAME`` (torchvision),
+        ``py:MODULE:FACTORY`` or ``pt2:FILE`` (a saved program of torch.export, which has to be trusted:
+        `planner.networks.trust`); or a network itself.
     sequence_length
         Tokens per sample of a language network; ``None`` for the network's own.
     attention
@@ -83,6 +84,10 @@ def _found(spec: str | Network, sequence_length: int | None) -> Network:
         from planner.networks.hugging_face import load_config
 
         return load_config(rest, sequence_length)
+    if source in ("timm", "tv"):
+        from planner.networks.vision import load_vision
+
+        return load_vision(source, rest, sequence_length)
     if source == "py":
         from planner.networks.python_factory import load_factory
 

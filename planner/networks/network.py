@@ -13,6 +13,7 @@ from planner.graph.attention import WRITTEN_OUT, with_attention
 from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks.child import in_child
+from simulator.errors import NetworkError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,16 +113,47 @@ def _capture(network: Network) -> OperatorGraph:
     from planner.graph.fingerprint import fingerprint
     from planner.graph.folding import fold, repeat
 
-    shortened = network.depth is not None and network.depth > network.captured_blocks
-    captured_depth = network.captured_blocks if shortened else None
-    graph = with_attention(_unfolded(network, captured_depth), network.attention)
-    graph = with_norms(graph, network.norms)
-    if shortened:
-        assert network.depth is not None
-        graph = repeat(graph, network.depth)
+    if network.decoder is None and network.depth is None:
+        graph = _shortened(network) or fold(_as_asked(network, _unfolded(network, None)))
+    elif network.depth is not None and network.depth > network.captured_blocks:
+        graph = repeat(_as_asked(network, _unfolded(network, network.captured_blocks)), network.depth)
     else:
-        graph = fold(graph)
+        graph = fold(_as_asked(network, _unfolded(network, None)))
     return replace(graph, fingerprint=fingerprint(graph))
+
+
+def _as_asked(network: Network, graph: OperatorGraph) -> OperatorGraph:
+    return with_norms(with_attention(graph, network.attention), network.norms)
+
+
+def _shortened(network: Network) -> OperatorGraph | None:
+    """The folded graph of a network captured with few of its equal blocks; None where that is not the whole one's."""
+    from planner.networks.shortening import lengthened
+
+    work = partial(_captured_short, network)
+    found = in_child(network.spec, work) if network.spec.startswith(FOREIGN) else work()
+    return None if found is None else lengthened(_as_asked(network, found[0]), found[1])
+
+
+def _captured_short(network: Network) -> tuple[OperatorGraph, dict[str, tuple[int, int]]] | None:
+    """The graph without some of the equal blocks, and how many of each list; None where its code counts the blocks."""
+    from planner.graph.capture import capture_module
+    from planner.networks.shortening import shorten
+
+    lists: dict[str, tuple[int, int]] = {}
+
+    def make() -> nn.Module:
+        module = network.make(None).train()
+        lists.update(shorten(module))
+        return module
+
+    try:
+        graph = capture_module(make, network.inputs, name=network.name, notes=network.notes, twice=not network.content)
+    except NetworkError:
+        if lists:
+            return None
+        raise
+    return graph, lists
 
 
 def _unfolded(network: Network, blocks: int | None) -> OperatorGraph:

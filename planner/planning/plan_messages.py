@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.planning.hosted import left_out
 from planner.planning.one_stage import Candidate
-from planner.plans.plan import Status
+from planner.plans.plan import Plan, Status
 from planner.sharding.rules import has_rule
+from simulator.errors import UnsupportedError
+from simulator.program import Kernel
 from simulator.quantities import percent_text
 
 
@@ -24,16 +27,75 @@ def interrupted(candidates: Sequence[Candidate], explored_gap: float | None) -> 
         yield f"the search was interrupted: this is the best plan so far, at most {percent_text(gap)} from the best"
 
 
+NOTICED_SHARE, MEANINGLESS_SHARE = 0.01, 0.5
+"""Parts of a network's work that operators without a rule may do before a plan proves nothing, or means nothing."""
+
+
 def without_rules(graph: OperatorGraph) -> tuple[str, ...]:
-    """One message for each kind of operator that has no sharding rule."""
-    found: dict[str, list[str]] = {}
-    for node in graph.nodes:
+    """One message for each kind of operator that has no sharding rule, the one with the most work first."""
+    work = _work(graph)
+    found: dict[str, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
         if node.role is Role.OPERATOR and not has_rule(node.op):
-            found.setdefault(node.op, []).append(node.name)
+            found.setdefault(node.op, []).append(index)
+    parts = {op: sum(work[i] for i in indices) for op, indices in found.items()}
     return tuple(
-        f"operator {op} has no sharding rule and is replicated ({len(names)} times, first at {names[0]})"
-        for op, names in sorted(found.items())
+        f"operator {op} has no sharding rule and is replicated: every rank does all of its "
+        f"{percent_text(parts[op])} of the work ({len(found[op])} times, first at {graph.nodes[found[op][0]].name})"
+        for op in sorted(found, key=lambda op: (-parts[op], op))
     )
+
+
+def replicated_share(graph: OperatorGraph) -> float:
+    """Part of a network's work that operators without a sharding rule do, from 0 to 1."""
+    work = _work(graph)
+    return sum(w for w, n in zip(work, graph.nodes, strict=True) if n.role is Role.OPERATOR and not has_rule(n.op))
+
+
+def _work(graph: OperatorGraph) -> list[float]:
+    """Each node's part of the work: of operations or of bytes that are moved, whichever is more of the network's."""
+    sizes = [
+        0.0
+        if node.kernel is Kernel.VIEW or node.role is not Role.OPERATOR
+        else float(
+            sum(graph.spec(ref).size_bytes for ref in node.tensor_inputs) + sum(o.size_bytes for o in node.outputs)
+        )
+        for node in graph.nodes
+    ]
+    moved = sum(size * times for size, times in zip(sizes, graph.multiplicity, strict=True))
+    done = graph.flops()
+    return [
+        times * max(size / moved if moved else 0.0, node.flops / done if done else 0.0)
+        for size, node, times in zip(sizes, graph.nodes, graph.multiplicity, strict=True)
+    ]
+
+
+def refuse_meaningless(graph: OperatorGraph) -> None:
+    """Refuse a network most of whose work no plan could divide.
+
+    Raises
+    ------
+    UnsupportedError
+        Operators without a sharding rule do more than half of the work; the message names the first.
+    """
+    share = replicated_share(graph)
+    if share > MEANINGLESS_SHARE:
+        raise UnsupportedError(
+            f"network {graph.network!r}: {without_rules(graph)[0]}; no plan could divide {percent_text(share)} of the "
+            "work, so that none means anything: write that operator with others that have a rule"
+        )
+
+
+def proven(graph: OperatorGraph, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The same plans, none of them optimal where operators without a rule do a part of the work that counts."""
+    if replicated_share(graph) <= NOTICED_SHARE:
+        return candidates
+
+    def bounded(plan: Plan) -> Plan:
+        optimal = plan.certificate.status is Status.OPTIMAL
+        return replace(plan, certificate=replace(plan.certificate, status=Status.BOUNDED)) if optimal else plan
+
+    return tuple(replace(candidate, plan=bounded(candidate.plan)) for candidate in candidates)
 
 
 def costs_left_out(candidates: Sequence[Candidate]) -> tuple[str, ...]:

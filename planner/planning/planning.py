@@ -29,7 +29,14 @@ from planner.planning.infeasible import why_infeasible
 from planner.planning.one_stage import Candidate, OneStage, OneStagePlans, search_one_stage
 from planner.planning.one_stage import pin_costs as one_stage_pin_costs
 from planner.planning.one_stage import why_infeasible as why_one_stage_does_not_fit
-from planner.planning.plan_messages import costs_left_out, idle_axes, interrupted, without_rules
+from planner.planning.plan_messages import (
+    costs_left_out,
+    idle_axes,
+    interrupted,
+    proven,
+    refuse_meaningless,
+    without_rules,
+)
 from planner.planning.prediction import Prediction, precision_notes, predict
 from planner.planning.refining import refined
 from planner.planning.rescoring import RESCORED, Field, rescore, said_of
@@ -194,6 +201,7 @@ def _planned(
     setting = setting_of(request, graph, shared, patience)
     pins, hardware, graph = setting.pins, setting.search.hardware, setting.search.graph
     request = setting.request
+    refuse_meaningless(graph)
     searched = _searched(setting, patience, cores)
     one, found = searched.one or OneStage(), searched.found
     began = time.perf_counter()
@@ -202,14 +210,14 @@ def _planned(
     if not ranked:
         patience.give_up()
     refining = time.perf_counter() - began
-    candidates = _certified(_with_reasons(ranked, found, hardware))
+    candidates = proven(graph, _certified(_with_reasons(ranked, found, hardware)))
     timings = {
         "capture": setting.captured - setting.started,
         "rules": setting.ruled - setting.captured,
         **searched.timings,
         "refining": refining,
     }
-    notes = (*graph.notes, *without_rules(graph), *precision_notes(hardware, setting.dtype))
+    notes = (*without_rules(graph), *graph.notes, *precision_notes(hardware, setting.dtype))
     notes += (*costs_left_out(candidates), *idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
     return PlanResult(
         status=candidates[0].plan.certificate.status if candidates else Status.INFEASIBLE,

@@ -95,10 +95,14 @@ def _draw(spec: TensorSpec, node: Node, position: int, bound: int, generator: to
     dtype = getattr(torch, spec.dtype)
     if dtype == torch.bool:
         return torch.randint(0, 2, spec.shape, generator=generator).bool()
+    if dtype.is_complex:
+        return torch.randn(spec.shape, generator=generator, dtype=dtype)
     if not dtype.is_floating_point:
         return torch.randint(0, bound, spec.shape, generator=generator, dtype=dtype)
     values = torch.randn(spec.shape, generator=generator, dtype=dtype)
     name = node.op.split(".")[1]
+    if name.startswith("binary_cross_entropy"):
+        return values.sigmoid()
     return values.abs() + 0.5 if name in _POSITIVE else values
 
 
@@ -168,6 +172,8 @@ def _difference(expected: Tensor, found: Tensor, spread: float, op: str) -> floa
         return inf
     if op.split(".")[1] in _UNDEFINED or not expected.numel():
         return 0.0
+    if expected.is_complex():
+        return _difference(*map(torch.view_as_real, (expected.resolve_conj(), found.resolve_conj())), spread, op)
     if not expected.is_floating_point():
         return 0.0 if expected.equal(found) else inf
     if not (expected.isfinite() == found.isfinite()).all():

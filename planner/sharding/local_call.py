@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.graph.dropout import dropout_operator
+from planner.graph.masked_attention import masked_attention_operator
 from planner.graph.operator_graph import DROPOUT, Argument, BatchSize, Node, OperatorGraph, TensorRef, TensorSpec
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements, local_shape
 from planner.sharding.rule_notation import NARROW, Rule
@@ -161,6 +163,8 @@ def operator(op: str) -> torch._ops.OpOverload:
     """Find the torch operator of an overload name."""
     if op == DROPOUT:
         return dropout_operator()
+    if op in (MASKED, MASKED_BACKWARD):
+        masked_attention_operator()
     found: Any = torch.ops
     try:
         for part in op.split("."):

@@ -43,6 +43,14 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.new_empty.default": layers.resized(1),
     "aten.slice_backward.default": layers.resized(1),
     "aten.select_backward.default": layers.resized(1),
+    "aten.unfold_backward.default": layers.resized(1),
+    **{
+        f"aten.{name}_backward.default": layers.resized(2)
+        for name in (
+            *("upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d"),
+            *("upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+        )
+    },
     "aten.mean.default": layers.mean,
     "aten.mean.dim": layers.mean,
     "aten.addmm.default": layers.biased_product,

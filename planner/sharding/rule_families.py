@@ -80,6 +80,49 @@ def changed(*linear: tuple[int, ...]) -> Family:
     return layout
 
 
+def elementwise_loss(position: int, *linear: tuple[int, ...]) -> Family:
+    """Elementwise where the argument at `position` asks for no reduction; else replicated."""
+
+    def layout(call: Call) -> Layout:
+        return pointwise(*linear)(call) if call.argument(position, "reduction", 1) == 0 else alone(call)
+
+    return layout
+
+
+def selected(call: Call) -> Layout:
+    """Look-up of whole slices by one index: by the other dims, and by the dim of the index."""
+    rank = call.tensor(0).rank
+    dim = call.dim(1, "dim", rank)
+    label = _punctured(rank, dim)
+    return Layout(arguments=(label, "", "A"), outputs=(label[:dim] + "A" + label[dim + 1 :],), linear=((0,),))
+
+
+def added_slices(call: Call) -> Layout:
+    """Add slices at one index: by the other dims."""
+    label = _punctured(call.tensor(0).rank, call.dim(1, "dim", call.tensor(0).rank))
+    return Layout(arguments=(label, "", "", label), outputs=(label,), linear=((0, 3),))
+
+
+def windows(call: Call) -> Layout:
+    """Windows along one dim in a new last one: by the other dims."""
+    label = _punctured(call.tensor(0).rank, call.dim(1, "dimension", call.tensor(0).rank))
+    return Layout(arguments=(label,), outputs=(label + FIXED,), linear=((0,),))
+
+
+def windows_backward(call: Call) -> Layout:
+    """Gradient of `windows`."""
+    rank = call.outputs[0].rank
+    label = _punctured(rank, call.dim(2, "dim", rank))
+    return Layout(arguments=(label + FIXED,), outputs=(label,), linear=((0,),))
+
+
+def pairs(call: Call) -> Layout:
+    """From a last dim of real and imaginary parts to complex numbers, or back."""
+    rank = max(call.tensor(0).rank, call.outputs[0].rank)
+    label = LETTERS[: rank - 1] + FIXED
+    return Layout(arguments=(label[: call.tensor(0).rank],), outputs=(label[: call.outputs[0].rank],))
+
+
 def padded(call: Call) -> Layout:
     """Dims that get no padding may be sharded; linear where it pads with zero."""
     rank, padding = call.tensor(0).rank, call.argument(1, "pad")

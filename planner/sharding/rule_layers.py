@@ -312,12 +312,27 @@ def attention_backward(call: Call) -> Layout:
     return Layout(arguments=arguments, outputs=("bh..",) * 3, keywords=_mask(call))
 
 
+def masked_attention(call: Call) -> Layout:
+    """As `attention`; a sink is a head's."""
+    return Layout(arguments=("bh..",) * 3 + ("",) * 5 + ("h",), outputs=("bh..", "bh."))
+
+
+def masked_attention_backward(call: Call) -> Layout:
+    """As `attention_backward`; the gradient of a sink is summed over the batch."""
+    arguments = ("bh..",) * 5 + ("bh.",) + ("",) * 5 + ("h",)
+    return Layout(arguments=arguments, outputs=("bh..",) * 3 + (None if call.args[11] is None else "h",))
+
+
 def _mask(call: Call) -> dict[str, str]:
     value = call.kwargs.get("attn_mask")
     return {"attn_mask": "bh.."[4 - value.rank :]} if isinstance(value, Operand) else {}
 
 
-def pooling_backward(call: Call) -> Layout:
-    """By batch and channel, linear in the gradient."""
-    rank = call.tensor(0).rank
-    return fixed_layout(call, range(rank - 2, rank), ((0,),))
+def windowed_backward(count: int) -> Family:
+    """Gradient of what works on the last `count` dims: by the others, linear in the gradient."""
+
+    def layout(call: Call) -> Layout:
+        rank = call.tensor(0).rank
+        return fixed_layout(call, range(rank - count, rank), ((0,),))
+
+    return layout

@@ -11,11 +11,11 @@ from planner.sharding.rule_layers import notation
 
 _NOT_LINEAR = {
     "default": """
-        abs acos addcdiv addcmul asin atan atan2 bitwise_not ceil clamp cos cosh elu empty_like erf erfc exp exp2
-        expm1 floor floor_divide full_like gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log
-        log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit maximum minimum mish
-        nan_to_num ones_like reciprocal relu round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan
-        tanh trunc zeros_like
+        abs acos acosh addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_not ceil clamp cos cosh elu
+        empty_like erf erfc exp exp2 expm1 floor floor_divide full_like gelu hardsigmoid hardswish hardtanh hypot
+        isfinite isinf isnan leaky_relu log log10 log1p log2 logaddexp logical_and logical_not logical_or
+        logical_xor logit maximum minimum mish nan_to_num ones_like reciprocal relu round rsqrt sgn sigmoid sign
+        silu sin sinc sinh softplus sqrt square tan tanh trunc zeros_like
     """,
     "Scalar": """
         bitwise_and bitwise_or bitwise_xor eq floor_divide fmod ge gt le lerp lt ne pow remainder
@@ -59,6 +59,10 @@ _POINTWISE: dict[str, Family] = {
     "aten.masked_fill.Tensor": families.pointwise((0, 2)),
     "aten.copy.default": families.pointwise((1,)),
     DROPOUT: families.pointwise((0,)),
+    "aten.complex.default": families.pointwise((0, 1)),
+    "aten.polar.default": families.pointwise((0,)),
+    "aten._prelu_kernel.default": families.pointwise(),
+    "aten._prelu_kernel_backward.default": families.pointwise((0,)),
 }
 
 _SAME = "neg positive clone alias detach lift_fresh_copy _to_copy contiguous"
@@ -132,6 +136,17 @@ _REDUCTIONS: dict[str, Family] = {
     "aten.all.dim": families.reduction(1, adds=False),
     "aten.var.correction": families.reduction(1, adds=False),
     "aten.var_mean.correction": families.reduction(1, adds=False),
+    "aten.argmin.default": families.reduction(1, adds=False),
+    "aten.min.default": families.reduction(1, adds=False),
+    "aten.prod.default": families.reduction(1, adds=False),
+    "aten.prod.dim_int": families.reduction(1, adds=False),
+    "aten.logsumexp.default": families.reduction(1, adds=False),
+    "aten.linalg_vector_norm.default": families.reduction(2, adds=False),
+    "aten.cumprod.default": families.along(1, "dim", 0),
+    "aten.logcumsumexp.default": families.along(1, "dim", 0),
+    "aten._safe_softmax.default": families.along(1, "dim"),
+    "aten.glu.default": families.along(1, "dim"),
+    "aten.glu_backward.default": families.along(2, "dim", linear=((0,),)),
     "aten.cumsum.default": families.along(1, "dim", 0, ((0,),)),
     "aten.topk.default": families.along(2, "dim", -1),
     "aten.sort.default": families.along(1, "dim", -1),
@@ -172,11 +187,13 @@ _LAYERS: dict[str, Family] = {
     "aten.max_pool2d_with_indices.default": families.last(2),
     "aten.avg_pool2d.default": families.last(2, ((0,),)),
     "aten._adaptive_avg_pool2d.default": families.last(2, ((0,),)),
-    "aten.max_pool2d_with_indices_backward.default": layers.pooling_backward,
-    "aten.avg_pool2d_backward.default": layers.pooling_backward,
-    "aten._adaptive_avg_pool2d_backward.default": layers.pooling_backward,
+    "aten.max_pool2d_with_indices_backward.default": layers.windowed_backward(2),
+    "aten.avg_pool2d_backward.default": layers.windowed_backward(2),
+    "aten._adaptive_avg_pool2d_backward.default": layers.windowed_backward(2),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": layers.attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": layers.attention_backward,
+    attention.MASKED: layers.masked_attention,
+    attention.MASKED_BACKWARD: layers.masked_attention_backward,
     attention.SCORES: notation("bh..,bh..->bh.."),
     attention.WEIGHTED: notation("bh..,bh..->bh.."),
     attention.GATHERED: notation("bh..,bh..->bh.."),
@@ -187,4 +204,54 @@ _LAYERS: dict[str, Family] = {
     norms.RMS_NORM_BACKWARD: layers.rms_norm_backward,
 }
 
-TABLE: dict[str, Family] = _POINTWISE | _LINEAR | _VIEWS | _CREATED | _CONSTANT | _REDUCTIONS | _LAYERS
+_UPSAMPLING = """
+upsample_nearest1d upsample_nearest2d upsample_linear1d upsample_bilinear2d upsample_bicubic2d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa
+"""
+_PADDING = "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"
+
+
+def _last_dims(name: str) -> int:
+    """How many dims an operator on images or signals works on, as its name says."""
+    return 1 if "1d" in name else 2
+
+
+_WINDOWED: dict[str, Family] = (
+    {f"aten.{name}.default": families.last(_last_dims(name), ((0,),)) for name in (_UPSAMPLING + _PADDING).split()}
+    | {
+        f"aten.{name}_backward.default": layers.windowed_backward(_last_dims(name))
+        for name in (_UPSAMPLING + _PADDING).split()
+    }
+    | {
+        "aten.pixel_shuffle.default": families.last(3, ((0,),)),
+        "aten.pixel_unshuffle.default": families.last(3, ((0,),)),
+        "aten.avg_pool3d.default": families.last(3, ((0,),)),
+        "aten.avg_pool3d_backward.default": layers.windowed_backward(3),
+        "aten.max_pool3d_with_indices.default": families.last(3),
+        "aten.max_pool3d_with_indices_backward.default": layers.windowed_backward(3),
+        "aten._adaptive_avg_pool3d.default": families.last(3, ((0,),)),
+        "aten._adaptive_avg_pool3d_backward.default": layers.windowed_backward(3),
+        "aten.grid_sampler_2d.default": notation("nc..,n...->nc.."),
+        "aten.grid_sampler_2d_backward.default": notation("nc..,nc..,n...->nc..,n..."),
+        "aten.unfold.default": families.windows,
+        "aten.unfold_backward.default": families.windows_backward,
+    }
+)
+
+_OTHERS: dict[str, Family] = {
+    "aten.binary_cross_entropy.default": families.elementwise_loss(3),
+    "aten.binary_cross_entropy_backward.default": families.elementwise_loss(4, (0,)),
+    "aten.smooth_l1_loss.default": families.elementwise_loss(2),
+    "aten.smooth_l1_loss_backward.default": families.elementwise_loss(3, (0,)),
+    "aten.huber_loss.default": families.elementwise_loss(2),
+    "aten.huber_loss_backward.default": families.elementwise_loss(3, (0,)),
+    "aten.index_select.default": families.selected,
+    "aten.index_add.default": families.added_slices,
+    "aten._conj.default": families.pointwise(),
+    "aten.view_as_real.default": families.pairs,
+    "aten.view_as_complex.default": families.pairs,
+}
+
+TABLE: dict[str, Family] = (
+    _POINTWISE | _LINEAR | _VIEWS | _CREATED | _CONSTANT | _REDUCTIONS | _LAYERS | _WINDOWED | _OTHERS
+)

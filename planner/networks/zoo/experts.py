@@ -18,15 +18,23 @@ def choose_experts(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
     return best / best.sum(-1, keepdim=True), index
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """Gates in the first half of the last dim, through a sigmoid linear unit, times the second half."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def mix_experts(
     hidden_states: Tensor,
     index: Tensor,
     weights: Tensor,
     *,
-    gate_up: Tensor,
+    up: Tensor,
     down: Tensor,
     length: int,
-    activation: Callable[[Tensor], Tensor] = F.silu,
+    between: Callable[[Tensor], Tensor] = swiglu,
+    biases: tuple[Tensor, Tensor] | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """Mix experts: each takes a fixed number of each sequence's tokens, in order.
 
@@ -37,12 +45,17 @@ def mix_experts(
     ----------
     hidden_states, index, weights
         ``(tokens, hidden)``, and the experts of each token with their weights, ``(tokens, chosen)``.
-    gate_up, down
-        Weights ``(experts, 2 * intermediate, hidden)`` and ``(experts, hidden, intermediate)``.
+    up, down
+        Weights ``(experts, 2 * intermediate, hidden)``, or without gates half as wide, and
+        ``(experts, hidden, intermediate)``; with `transposed` the other way round.
     length
         Tokens of a sequence.
+    between
+        From the first product to what the second takes.
+    biases
+        Those of both products, ``(experts, width)``.
     """
-    experts, chosen, hidden = gate_up.shape[0], index.shape[-1], hidden_states.shape[-1]
+    experts, chosen, hidden = up.shape[0], index.shape[-1], hidden_states.shape[-1]
     capacity = min(length, math.ceil(CAPACITY * chosen * length / experts))
     x = hidden_states.view(-1, length, hidden)
     slot, kept = _slots(index.view(-1, length * chosen), experts, capacity)
@@ -50,12 +63,17 @@ def mix_experts(
     padded = F.pad(x, (0, 0, 0, 1))
     taken = padded.gather(1, token.unsqueeze(-1).expand(-1, -1, hidden))
     by_expert = taken.view(-1, experts, capacity, hidden).transpose(0, 1).flatten(1, 2)
-    gate, up = torch.bmm(by_expert, gate_up.transpose(1, 2)).chunk(2, dim=-1)
-    out = torch.bmm(activation(gate) * up, down.transpose(1, 2))
+    first, second = (None, None) if biases is None else biases
+    out = _product(between(_product(by_expert, up, first, transposed)), down, second, transposed)
     out = out.view(experts, -1, capacity, hidden).transpose(0, 1).flatten(1, 2)
     returned = out.gather(1, slot.clamp(max=experts * capacity - 1).unsqueeze(-1).expand(-1, -1, hidden))
     weighted = returned * (weights.view(-1, length * chosen) * kept).unsqueeze(-1)
     return weighted.view(-1, chosen, hidden).sum(1)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    product = torch.bmm(x, weight if transposed else weight.transpose(1, 2))
+    return product if bias is None else product + bias.unsqueeze(1)
 
 
 def _slots(index: Tensor, experts: int, capacity: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ class Experts(nn.Module):
         """Map ``(batch, length, hidden)`` to the same shape."""
         tokens = x.flatten(0, 1)
         weights, index = choose_experts(self.router(tokens), self.chosen)
-        mixed = mix_experts(tokens, index, weights, gate_up=self.gate_up, down=self.down, length=x.shape[1])
+        mixed = mix_experts(tokens, index, weights, up=self.gate_up, down=self.down, length=x.shape[1])
         return mixed.view(x.shape)
 
 

@@ -70,7 +70,7 @@ def mixtral() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 def latent() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """Latent attention and a dense layer in front; two of four experts a token, in groups, beside one for all."""
-    from planner.networks.hugging_face_modules import make_module
+    from planner.networks.hugging_face_modules import trained
 
     sizes = {
         "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -79,7 +79,7 @@ def latent() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
         "max_position_embeddings": LENGTH, "attention_dropout": 0.0,
     }  # fmt: skip
-    module = make_module("small", "deepseek_v3", sizes, LENGTH)
+    module = trained(("small", ""), "deepseek_v3", sizes, LENGTH)
     return _language(module)
 
 

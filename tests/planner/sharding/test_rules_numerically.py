@@ -138,7 +138,13 @@ def pointwise_call(op: str) -> tuple[Any, ...]:
 
 
 POINTWISE = sorted({*rule_table._POINTWISE, *rule_table._LINEAR})
-BY_HAND = {"aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.clamp.default", "aten.clamp.Tensor"}
+BY_HAND = {
+    "aten.complex.default",
+    "aten.div.Tensor_mode",
+    "aten.div.Scalar_mode",
+    "aten.clamp.default",
+    "aten.clamp.Tensor",
+}
 
 
 @pytest.mark.parametrize("op", [op for op in POINTWISE if op not in BY_HAND])
@@ -153,6 +159,8 @@ X, G, I2 = Given((4, 8)), Given((4, 8, 4)), indices(4, 2)
 IMAGE, CONV = Given((4, 8, 6, 6)), ([1, 1], [1, 1], [1, 1])
 STATISTICS = (None, None, Given((8,)), Given((8,)), True, 1e-5, [True, True, True])
 HEADS, KEYS, MASK = Given((4, 4, 6, 2)), Given((4, 2, 6, 2)), Given((4, 1, 6, 6))
+VIDEO = Given((4, 8, 4, 4, 4))
+SMOOTH = ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
 CALLS: list[tuple[Any, ...]] = [
     ("aten.div.Tensor_mode", X, X),
     ("aten.div.Scalar_mode", X, 2),
@@ -275,6 +283,98 @@ CALLS: list[tuple[Any, ...]] = [
     ("aten._scaled_dot_product_flash_attention_for_cpu.default", HEADS, HEADS, HEADS, 0.0, False, {"attn_mask": MASK}),
     ("aten.arange.default", 8, {"dtype": torch.float64}),
     ("meshwright.dropout.default", IMAGE, 0.3),
+    ("meshwright.masked_attention.default", *[HEADS] * 3, True, 3, 0, 0.7, 0.0, None),
+    ("meshwright.masked_attention.default", *[HEADS] * 3, False, 2, 4, 0.7, 5.0, Given((4,))),
+    (
+        "meshwright.masked_attention_backward.default",
+        *([HEADS] * 5 + [Given((4, 4, 6))]),
+        True,
+        3,
+        0,
+        0.7,
+        0.0,
+        Given((4,)),
+    ),
+    ("meshwright.masked_attention_backward.default", *([HEADS] * 5 + [Given((4, 4, 6))]), True, 0, 2, 0.7, 5.0, None),
+    ("aten.complex.default", X, X),
+    ("aten._conj.default", Given((4, 8), "complex128")),
+    ("aten.argmin.default", G, 1),
+    ("aten.min.default", G),
+    ("aten.prod.default", G),
+    ("aten.prod.dim_int", G, 1),
+    ("aten.logsumexp.default", G, [1]),
+    ("aten.linalg_vector_norm.default", G, 2.0, [1], True),
+    ("aten.cumprod.default", G, 1),
+    ("aten.logcumsumexp.default", G, 1),
+    ("aten._safe_softmax.default", G, 1),
+    ("aten.glu.default", G, 1),
+    ("aten.glu_backward.default", Given((4, 4, 4)), G, 1),
+    ("aten.index_select.default", G, 1, indices(6)),
+    ("aten.index_add.default", G, 1, indices(6), Given((4, 6, 4))),
+    ("aten.unfold.default", G, 1, 4, 2),
+    ("aten.unfold_backward.default", Given((4, 3, 4, 4)), [4, 8, 4], 1, 4, 2),
+    ("aten.view_as_complex.default", Given((4, 8, 2))),
+    ("aten.view_as_real.default", Given((4, 8), "complex128")),
+    ("aten.binary_cross_entropy.default", X, X, None, 0),
+    ("aten.binary_cross_entropy_backward.default", X, X, X, None, 0),
+    ("aten.smooth_l1_loss.default", X, X, 0, 1.0),
+    ("aten.smooth_l1_loss_backward.default", X, X, X, 0, 1.0),
+    ("aten.huber_loss.default", X, X, 0, 1.0),
+    ("aten.huber_loss_backward.default", X, X, X, 0, 1.0),
+    ("aten.grid_sampler_2d.default", IMAGE, Given((4, 3, 2, 2)), 0, 0, False),
+    (
+        "aten.grid_sampler_2d_backward.default",
+        Given((4, 8, 3, 2)),
+        IMAGE,
+        Given((4, 3, 2, 2)),
+        0,
+        0,
+        False,
+        [True, True],
+    ),
+    ("aten.pixel_shuffle.default", IMAGE, 2),
+    ("aten.pixel_unshuffle.default", IMAGE, 2),
+    *[(f"aten.{pad}1d.default", G, [1, 2]) for pad in ("reflection_pad", "replication_pad")],
+    *[(f"aten.{pad}1d_backward.default", Given((4, 8, 7)), G, [1, 2]) for pad in ("reflection_pad", "replication_pad")],
+    *[(f"aten.{pad}2d.default", IMAGE, [1, 2, 0, 1]) for pad in ("reflection_pad", "replication_pad")],
+    *[
+        (f"aten.{pad}2d_backward.default", Given((4, 8, 7, 9)), IMAGE, [1, 2, 0, 1])
+        for pad in ("reflection_pad", "replication_pad")
+    ],
+    ("aten.upsample_nearest1d.default", G, [8]),
+    ("aten.upsample_nearest1d_backward.default", Given((4, 8, 8)), [8], [4, 8, 4]),
+    ("aten.upsample_nearest2d.default", IMAGE, [12, 12]),
+    ("aten.upsample_nearest2d_backward.default", Given((4, 8, 12, 12)), [12, 12], [4, 8, 6, 6]),
+    ("aten.upsample_linear1d.default", G, [8], False),
+    ("aten.upsample_linear1d_backward.default", Given((4, 8, 8)), [8], [4, 8, 4], False),
+    *[(f"aten.{up}.default", IMAGE, [12, 12], False) for up in SMOOTH],
+    *[(f"aten.{up}_backward.default", Given((4, 8, 12, 12)), [12, 12], [4, 8, 6, 6], False) for up in SMOOTH],
+    ("aten.avg_pool3d.default", VIDEO, [2, 2, 2], [2, 2, 2]),
+    (
+        "aten.avg_pool3d_backward.default",
+        Given((4, 8, 2, 2, 2)),
+        VIDEO,
+        [2, 2, 2],
+        [2, 2, 2],
+        [0, 0, 0],
+        False,
+        True,
+        None,
+    ),
+    ("aten.max_pool3d_with_indices.default", VIDEO, [2, 2, 2], [2, 2, 2]),
+    (
+        "aten.max_pool3d_with_indices_backward.default",
+        Given((4, 8, 2, 2, 2)),
+        VIDEO,
+        [2, 2, 2],
+        [2, 2, 2],
+        [0, 0, 0],
+        [1, 1, 1],
+        False,
+        indices(4, 8, 2, 2, 2),
+    ),
+    ("aten._adaptive_avg_pool3d.default", VIDEO, [2, 2, 2]),
+    ("aten._adaptive_avg_pool3d_backward.default", Given((4, 8, 2, 2, 2)), VIDEO),
 ]
 
 

@@ -1,0 +1,148 @@
+"""Networks of timm and torchvision by name, with random weights: nothing is downloaded."""
+
+from __future__ import annotations
+
+import difflib
+from functools import partial
+from importlib import import_module, metadata
+from typing import Any
+
+from torch import Tensor, nn
+
+from planner.graph.tracing import unmaterialised
+from planner.networks.losses import mean_cross_entropy
+from planner.networks.network import InputSpec, Network
+from simulator.errors import InputError, NetworkError, UnsupportedError
+
+LIBRARIES = {"timm": "timm", "tv": "torchvision"}
+"""Libraries by the source that names them."""
+_SIDE, _FRAMES, _CLASSES = 224, 16, 1000
+_AUXILIARY_WEIGHT = 0.4
+"""Of the loss of each auxiliary classifier (Szegedy et al., arXiv:1409.4842, section 5, has 0.3; torchvision 0.4)."""
+
+
+class Classifier(nn.Module):
+    """A network of images with its loss: the mean cross entropy of classes, of pixels where it segments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        """Loss of images ``(batch, channels, height, width)`` and their classes ``(batch,)``."""
+        loss: Tensor | None = None
+        for weight, scores in _outputs(self.model(image)):
+            rows = scores.movedim(1, -1) if scores.dim() > 2 else scores
+            part = mean_cross_entropy(rows, label) * weight if weight != 1.0 else mean_cross_entropy(rows, label)
+            loss = part if loss is None else loss + part
+        assert loss is not None  # a model has an output
+        return loss
+
+
+def _outputs(result: Any) -> list[tuple[float, Tensor]]:
+    """Scores of classes, the main ones first, with their weights in the loss."""
+    if isinstance(result, Tensor):
+        return [(1.0, result)]
+    parts = list(result.values()) if isinstance(result, dict) else list(result)
+    scores = [part for part in parts if isinstance(part, Tensor)]
+    return [(1.0 if place == 0 else _AUXILIARY_WEIGHT, part) for place, part in enumerate(scores)]
+
+
+def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
+    """Describe the network `name` of the library that `source` stands for.
+
+    Raises
+    ------
+    InputError, NetworkError, UnsupportedError
+        The library is not installed; it has no such network; the network is no classifier of images or pixels.
+    """
+    if sequence_length is not None:
+        raise InputError(
+            f"{source}:{name} takes no sequence length (given {sequence_length}); it reads images: leave it out"
+        )
+    library = _library(source)
+    made = _make(source, name, None)
+    side, channels = _sides(made.model), _channels(made.model)
+    image = (channels, _FRAMES, *side) if source == "tv" and _kind(name) == "video" else (channels, *side)
+    label = side if _segments(source, name) else ()
+    parameters = sum(p.numel() for p in made.parameters())
+    return Network(
+        name=name,
+        spec=f"{source}:{name}",
+        family="image",
+        description=f"{type(made.model).__name__} of {parameters:,} parameters from {library}",
+        default_global_batch=256,
+        default_optimizer="momentum",
+        sequence_length=None,
+        inputs=(
+            InputSpec(name="image", kind="image", shape=image),
+            InputSpec(name="label", kind="label", shape=label, dtype="int64", high=_CLASSES),
+        ),
+        make=partial(_make, source, name),
+        content=f"{source}:{name} {library} {metadata.version(library)}",
+    )
+
+
+def _library(source: str) -> str:
+    library = LIBRARIES[source]
+    try:
+        import_module(library)
+    except Exception as error:
+        raise InputError(f"{source}: networks need {library} ({error}); install meshwright[vision]") from error
+    return library
+
+
+def _names(source: str) -> list[str]:
+    library = import_module(LIBRARIES[source])
+    return list(library.list_models() if source == "timm" else library.models.list_models())
+
+
+def _make(source: str, name: str, depth: int | None) -> nn.Module:
+    library = import_module(LIBRARIES[source])
+    if name not in _names(source):
+        near = difflib.get_close_matches(name, _names(source), n=3)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise NetworkError(f"{source}:{name}: {LIBRARIES[source]} has no such network{meant}")
+    if source == "tv" and _kind(name) == "detection":
+        raise UnsupportedError(
+            f"{source}:{name} detects objects: its loss depends on how many boxes an image has; write it with a fixed "
+            "number as py:MODULE:FACTORY"
+        )
+    options: dict[str, Any] = {"weights": None, "weights_backbone": None} if _segments(source, name) else {}
+    try:
+        model = unmaterialised(
+            lambda: (
+                library.create_model(name, pretrained=False)
+                if source == "timm"
+                else library.models.get_model(name, **(options or {"weights": None}))
+            )
+        )
+    except Exception as error:
+        raise NetworkError(f"{source}:{name}: {LIBRARIES[source]} cannot make it: {error}") from error
+    return Classifier(model)
+
+
+def _kind(name: str) -> str:
+    """Part of torchvision that a network is from: ``segmentation``, ``detection`` or none of them."""
+    from torchvision import models
+
+    module = models.get_model_builder(name).__module__
+    return next((part for part in ("segmentation", "detection", "video") if f".{part}." in module), "")
+
+
+def _segments(source: str, name: str) -> bool:
+    return source == "tv" and _kind(name) == "segmentation"
+
+
+def _sides(model: Any) -> tuple[int, ...]:
+    """Height and width of images."""
+    given = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    if given:
+        return tuple(int(side) for side in given[1:])
+    side = getattr(model, "image_size", None)
+    return (side, side) if isinstance(side, int) else (_SIDE, _SIDE)
+
+
+def _channels(model: Any) -> int:
+    given = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    return int(given[0]) if given else 3

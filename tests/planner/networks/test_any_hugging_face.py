@@ -1,0 +1,118 @@
+"""Networks of any model type of transformers: the class, its inputs, its loss, few blocks for many, windows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planner.graph.attention import MASKED
+from planner.graph.capture import capture_module
+from planner.graph.folding import unfold
+from planner.graph.scaling import at_batch, at_precision
+from planner.networks import Network, load_network
+from simulator.program import Kernel
+from tests.oracles.graph_interpreter import assert_equals_autograd
+
+transformers = pytest.importorskip("transformers")
+
+DECODER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": DECODER,
+    "mistral": {**DECODER, "sliding_window": 3},
+    "gemma2": {**DECODER, "num_hidden_layers": 2, "sliding_window": 3, "query_pre_attn_scalar": 4},
+    "gpt_oss": {
+        **DECODER, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3,
+    },
+    "t5": {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 6, "num_heads": 4, "vocab_size": 40},
+    "vit": {**DECODER, "image_size": 8, "patch_size": 4, "num_labels": 3},
+    "bart": {
+        "d_model": 16, "encoder_layers": 5, "decoder_layers": 6, "encoder_attention_heads": 4, "vocab_size": 40,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32,
+    },
+}  # fmt: skip
+RUNS = {"qwen3": [6], "mistral": [6], "gemma2": [], "gpt_oss": [], "t5": [5, 5], "vit": [6], "bart": [5, 5]}
+
+
+def load(folder: Path, kind: str, **changes: Any) -> Network:
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **CONFIGS[kind], **changes}))
+    return load_network(f"hf:{folder}", sequence_length=None if kind == "vit" else 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_few_blocks_stand_for_all_and_the_graph_is_what_autograd_computes(kind: str, tmp_path: Path) -> None:
+    network = load(tmp_path, kind)
+    folded = network.capture()
+    assert [run.count for run in folded.runs] == RUNS[kind]
+    graph = unfold(folded)
+    full = capture_module(lambda: network.make(None).train(), network.inputs, name=network.name, notes=network.notes)
+    nodes, full_nodes = ([replace(node, source="") for node in g.nodes] for g in (graph, full))
+    assert (nodes, graph.parameters, graph.loss) == (full_nodes, full.parameters, full.loss)
+    module = network.build(seed=0)
+    assert graph.parameter_count == sum(p.numel() for p in module.parameters())
+    assert_equals_autograd(at_precision(at_batch(graph, 2), "float64"), module.double(), seed=1, rtol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
+def test_attention_is_what_transformers_computes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import planner.networks.zoo.experts as experts
+
+    monkeypatch.setattr(experts, "CAPACITY", 4)
+    ours = load(tmp_path, kind).build(seed=0)
+    config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
+    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    reference.load_state_dict({n.removeprefix("model."): v for n, v in ours.state_dict().items()}, strict=True)
+    tokens, targets = (torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    with torch.no_grad():
+        logits = reference(input_ids=tokens).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        torch.testing.assert_close(ours(tokens, targets), expected, rtol=1e-5, atol=0)
+
+
+def test_windows_are_attention_with_the_work_of_what_is_seen(tmp_path: Path) -> None:
+    graph = load(tmp_path, "mistral").capture()
+    attention = [node for node in graph.nodes if node.kernel is Kernel.ATTENTION]
+    forward = [node for node in attention if node.op == MASKED]
+    assert len(attention) == 2 * len(forward)
+    assert all(node.args[3:5] == (True, 3) for node in forward)
+    seen = 1 + 2 + 6 * 3
+    assert all(node.flops == 2.0 * 4 * seen * (4 + 4) for node in forward)
+    with_all = load(tmp_path, "mistral", sliding_window=8).capture()
+    assert all(node.op != MASKED for node in with_all.nodes)
+
+
+def test_a_window_is_the_mask_that_transformers_makes(tmp_path: Path) -> None:
+    from planner.graph.masked_attention import visible, visible_keys
+
+    seen = visible(8, 8, (True, 3, 0), torch.device("cpu"))
+    config = transformers.MistralConfig(**CONFIGS["mistral"], attn_implementation="sdpa")
+    mask = transformers.masking_utils.create_sliding_window_causal_mask(
+        config=config, inputs_embeds=torch.zeros(1, 8, 16), attention_mask=None, past_key_values=None
+    )
+    assert torch.equal(mask[0, 0], seen)
+    for pattern in ((True, 3, 0), (False, 3, 0), (True, 0, 4), (True, 3, 4), (False, 0, 0)):
+        assert visible_keys(8, 8, *pattern) == int(visible(8, 8, pattern, torch.device("cpu")).sum())
+
+
+def test_the_architecture_names_the_class(tmp_path: Path) -> None:
+    whole = load(tmp_path, "bart")
+    assert [spec.name for spec in whole.inputs] == ["tokens", "decoder_tokens", "next_tokens"]
+    classes = load(tmp_path, "bart", architectures=["BartForSequenceClassification"])
+    assert classes.inputs[-1].shape == ()
+    assert "BartForSequenceClassification" in classes.description
