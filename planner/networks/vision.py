@@ -87,7 +87,7 @@ def _library(source: str) -> str:
     library = LIBRARIES[source]
     try:
         import_module(library)
-    except Exception as error:
+    except Exception as error:  # a build for another torch fails in ways of its own
         raise InputError(f"{source}: networks need {library} ({error}); install meshwright[vision]") from error
     return library
 

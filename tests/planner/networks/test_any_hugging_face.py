@@ -38,23 +38,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         **DECODER, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3,
     },
-    "t5": {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 6, "num_heads": 4, "vocab_size": 40},
-    "vit": {**DECODER, "image_size": 8, "patch_size": 4, "num_labels": 3},
     "bart": {
         "d_model": 16, "encoder_layers": 5, "decoder_layers": 6, "encoder_attention_heads": 4, "vocab_size": 40,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32,
     },
 }  # fmt: skip
-RUNS = {"qwen3": [6], "mistral": [6], "gemma2": [], "gpt_oss": [], "t5": [5, 5], "vit": [6], "bart": [5, 5]}
+RUNS = {"qwen3": [6], "mistral": [6]}
 
 
 def load(folder: Path, kind: str, **changes: Any) -> Network:
     (folder / "config.json").write_text(json.dumps({"model_type": kind, **CONFIGS[kind], **changes}))
-    return load_network(f"hf:{folder}", sequence_length=None if kind == "vit" else 8)
+    return load_network(f"hf:{folder}", sequence_length=8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", RUNS)
 def test_few_blocks_stand_for_all_and_the_graph_is_what_autograd_computes(kind: str, tmp_path: Path) -> None:
     network = load(tmp_path, kind)
     folded = network.capture()
