@@ -6,6 +6,13 @@ All other code is written for every torch of the range. 2.9 is the oldest becaus
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import fx
+
 OLDEST = (2, 9)
 NEWEST_TRIED = (2, 15)
 """The newest torch that the tests were run on."""
@@ -37,3 +44,38 @@ def untried_torch() -> tuple[str, ...]:
         f"torch {written(version)} is newer than any that Meshwright was tried with (up to {written(NEWEST_TRIED)}); "
         f"if something fails, report it or use torch {written(NEWEST_TRIED)}",
     )
+
+
+@contextmanager
+def whole_silu_gradients() -> Iterator[None]:
+    """Let a traced step hold the gradient of SiLU as one operator.
+
+    Torch 2.9 traces it as the seven elementwise operators of its composite kernel, though every device has a kernel
+    for the whole; torch 2.13 traces the whole.
+    """
+    import torch
+
+    kernels = torch.ops.aten.silu_backward.default.py_kernels
+    before = dict(kernels)
+    kernels[torch._C.DispatchKey.CompositeImplicitAutograd] = lambda *_, **__: NotImplemented
+    try:
+        yield
+    finally:
+        kernels.clear()
+        kernels.update(before)
+
+
+def zeros_beside_source(graph: fx.Graph) -> None:
+    """Make the zeros that a gradient is scattered into those of the gradient's own kind.
+
+    Backward of a selection (``topk``, ``max``), torch 2.9 calls ``zeros`` where torch 2.13 calls ``new_zeros``, which
+    has rules that follow the gradient.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    for node in graph.nodes:
+        if node.target is aten.scatter.src and node.args[0].target is aten.zeros.default:
+            zeros, source = node.args[0], node.args[3]
+            if len(zeros.users) == 1 and source < zeros:
+                zeros.target, zeros.args, zeros.kwargs = aten.new_zeros.default, (source, *zeros.args), {}

@@ -59,7 +59,8 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
             "repeat",
             "flip",
         ),
-        *("full", "zeros", "ones", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full", "arange", "copy"),
+        *("full", "zeros", "ones", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full", "arange"),
+        *("copy", "fill"),
         *(
             "roll",
             "nll_loss_backward",

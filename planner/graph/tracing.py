@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from planner.graph.capture_errors import capture_error, user_source
 from planner.graph.dropout import dropout_operator
 from simulator.errors import NetworkError
-from simulator.torch_versions import untried_torch
+from simulator.torch_versions import untried_torch, whole_silu_gradients, zeros_beside_source
 
 Module = TypeVar("Module", bound=nn.Module)
 MARKERS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
@@ -77,10 +77,11 @@ def trace(
         _refuse_structure(exported, network)
         notes += _prepare(forward)
         try:
-            with ExitStack() as stack:
+            with ExitStack() as stack, whole_silu_gradients():
                 joint = aot_export_joint_with_descriptors(stack, forward, example).graph_module
         except Exception as error:
             raise capture_error(network, error) from error
+    zeros_beside_source(joint.graph)
     return Trace(graph=joint.graph, marker=marker, names=_parameter_names(module), notes=(*notes, *untried_torch()))
 
 

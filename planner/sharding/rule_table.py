@@ -18,7 +18,7 @@ _NOT_LINEAR = {
         silu sin sinc sinh softplus sqrt square tan tanh trunc zeros_like
     """,
     "Scalar": """
-        bitwise_and bitwise_or bitwise_xor eq floor_divide fmod ge gt le lerp lt ne pow remainder
+        bitwise_and bitwise_or bitwise_xor eq fill floor_divide fmod ge gt le lerp lt ne pow remainder
     """,
     "Tensor": """
         bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor clamp eq fmod ge gt le lerp lt ne

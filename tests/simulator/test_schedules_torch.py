@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from simulator.schedules import format_schedule_csv, make_schedule, parse_schedule_csv
+from simulator.torch_versions import torch_version
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -81,8 +82,10 @@ def test_files_with_communication_are_read(
     name: str, oracle: str, ranks: int, micro_batches: int, chunks: int, tmp_path: Path
 ) -> None:
     schedule = make_schedule(name, ranks, micro_batches, chunks)
+    # Torch 2.9 has no sums of gradients among its actions.
+    add_reduce_grad = getattr(torch_schedules, "_add_reduce_grad", lambda actions, _: actions)
     order = {
-        rank: torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(actions), micro_batches)
+        rank: add_reduce_grad(torch_schedules._add_unshard_reshard(actions), micro_batches)
         for rank, actions in expected(oracle, ranks, micro_batches, chunks).items()
     }
     order = torch_schedules._add_send_recv(order, lambda stage: int(schedule.stage_rank[stage]), ranks * chunks)
@@ -90,5 +93,8 @@ def test_files_with_communication_are_read(
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(order[rank] for rank in range(ranks))
     read = parse_schedule_csv(path)
-    for field in ("offsets", "kind", "stage", "micro_batch", "paired"):
+    for field in ("offsets", "kind", "stage", "micro_batch"):
         np.testing.assert_array_equal(getattr(read, field), getattr(schedule, field))
+    # Torch 2.9 takes pairs apart where it adds messages.
+    together = schedule.paired & (torch_version() > (2, 9))
+    np.testing.assert_array_equal(read.paired, together)
