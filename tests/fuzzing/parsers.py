@@ -1,0 +1,218 @@
+"""Every parser of the product, each with inputs that are right."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from planner.cli.config import PlanSettings, with_config
+from planner.cost.software_file import parse_software
+from planner.execution.checkpoints.record import RECORD, CheckpointRecord, read_record
+from planner.execution.data.formats import read_idx
+from planner.execution.data.token_files import read_tokens
+from planner.networks import load_network
+from planner.plans.file import plan_to_text, read_strategy
+from planner.plans.hints import load_hints
+from planner.plans.request import PlanRequest, read_pins
+from planner.plans.rule_text import rule_from_text
+from planner.published.measurement_file import read_rows
+from planner.what_if.journal import read as read_journal
+from simulator.calibration.from_run import correct_profile, read_run
+from simulator.calibration.measurement_files import read_measurements
+from simulator.hardware import check_profile, describe, load_profile
+from simulator.mixed_cluster import load_cluster
+from simulator.schedules import format_schedule_csv, make_schedule, parse_schedule_csv
+from tests.measurements import write_measurements
+from tests.results import make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parser:
+    """How a file is read, what it is called, and inputs that are right."""
+
+    read: Callable[[Path], object]
+    seeds: Callable[[], list[bytes]]
+    file: str = "input.yaml"
+
+
+def _json(*documents: object) -> Callable[[], list[bytes]]:
+    return lambda: [json.dumps(document).encode() for document in documents]
+
+
+def _text(*texts: str) -> Callable[[], list[bytes]]:
+    return lambda: [text.encode() for text in texts]
+
+
+@cache
+def _profile() -> dict[str, Any]:
+    """A shipped profile with what must be there, and one of each part that may."""
+    data: dict[str, Any] = yaml.safe_load((resources.files("hw_profiles") / "dgx-a100.yaml").read_text())
+    data["operators"]["matmul"] = {"bfloat16": data["operators"]["matmul"]["bfloat16"]}
+    data["collectives"] = data.get("collectives", [])[:1]
+    return data
+
+
+def _profile_seeds() -> list[bytes]:
+    needed = ("format", "version", "name", "description", "default_precision", "device", "kernels", "topology")
+    more = ("overlaps_communication", "uncertainty")
+    small = {name: _profile()[name] for name in (*needed, *more)}
+    return [json.dumps(small).encode(), json.dumps(_profile()).encode(), yaml.safe_dump(small).encode()]
+
+
+def _software_seeds() -> list[bytes]:
+    data = yaml.safe_load((resources.files("hw_profiles") / "software" / "training.yaml").read_text())
+    data["layered"]["devices"] = dict(list(data["layered"]["devices"].items())[:2])
+    for part in (data["stacks"], data["layered"]["stacks"]):
+        for name in list(part)[2:]:
+            del part[name]
+    data["intervals"] = [entry for entry in data["intervals"] if entry["family"] == "*" and entry["stack"] == "*"]
+    return [json.dumps(data).encode()]
+
+
+def _strategies() -> list[bytes]:
+    return [plan_to_text(make_plan()).encode(), plan_to_text(make_plan(1, 1)).encode()]
+
+
+def _run_seeds() -> list[bytes]:
+    work = {"kernel": "matmul", "dtype": "bfloat16", "flops": 2e9, "bytes_moved": 1e6, "calls": 3}
+    times = {"predicted_s": 1e-3, "measured_s": 2e-3}
+    message = {"collective": "all_reduce", "group_size": 2, "payload_bytes": 1e6, "calls": 4, **times, "waited_s": 1e-4}
+    comparison = {"network": "zoo:mlp", "hardware": "dgx-a100", "hardware_hash": load_profile("dgx-a100").hash,
+                  "processes": 2, "work": [{**work, **times, "busy_s": 2e-3}], "messages": [message]}  # fmt: skip
+    return [json.dumps({"backend": "gloo", "comparison": comparison}).encode()]
+
+
+def _correct(path: Path) -> object:
+    read_run(path)
+    return correct_profile([path], None, path.with_name("corrected.yaml"))
+
+
+def _record(path: Path) -> object:
+    path.rename(path.with_name(RECORD))
+    return read_record(path.parent)
+
+
+def _records() -> list[bytes]:
+    record = CheckpointRecord(
+        step=3, samples=24, network="zoo:mlp", fingerprint="f", optimizer="adamw", learning_rate=1e-3, precision="fp32",
+        global_batch=8, data=None, seed=0, devices=2,
+    )  # fmt: skip
+    return [record.model_dump_json().encode()]
+
+
+def _npy() -> list[bytes]:
+    found = []
+    for dtype in ("<u2", ">i8", "u1"):
+        stream = BytesIO()
+        np.save(stream, np.arange(20).astype(dtype))
+        found.append(stream.getvalue())
+    return [*found, struct.pack("<3i", 20240520, 1, 4) + bytes(1012) + bytes(8), bytes(range(40))]
+
+
+def _pins(path: Path) -> object:
+    pairs = (line.partition("=") for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines())
+    pins = {name: value for name, _, value in pairs}
+    known = {name: value for name, value in pins.items() if name in Pins}
+    return read_pins(PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=8, pins=known))
+
+
+Pins = {
+    *("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", "shard_size", "recompute", "order"),
+    *("optimizer_sharding", "schedule", "bucket_mb", "sharding_threshold_kb", "copies", "stage_layers"),
+    *("recompute_layers", "sequence_parallel", "offload_to", "offload_optimizer", "expert_cut"),
+}
+
+
+def _rules(path: Path) -> object:
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    return [rule_from_text(line) for line in text.splitlines()]
+
+
+def _profile_read(path: Path) -> object:
+    return describe(check_profile(str(path)))
+
+
+def _adapters(path: Path) -> object:
+    path.with_name("config.json").write_text(json.dumps(GPT2), encoding="utf-8")
+    return load_network(f"hf:{path}")
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 64, "vocab_size": 256, "n_positions": 64}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["c_attn"], "base_model_name_or_path": "."}
+SERVERS = [{"server_id": f"10.0.0.{s}", "device": [
+    {"device_id": str(d), "device_ip": f"192.168.{s}.{d + 1}", "rank_id": str(8 * s + d)} for d in range(8)
+]} for s in range(2)]  # fmt: skip
+RANKS = {"version": "1.0", "server_count": "2", "server_list": SERVERS, "status": "completed"}
+CONFIG = {"network": "zoo:mlp", "hw": "dgx-a100", "devices": 8, "global-batch": 64, "pin": {"tp": 2}, "top": 3}
+MINDFORMERS = {
+    "parallel": {"parallel_mode": 1, "gradients_mean": False, "enable_parallel_optimizer": True, "full_batch": True},
+    "parallel_config": {"data_parallel": 2, "model_parallel": 4, "pipeline_stage": 1, "micro_batch_num": 1},
+    "recompute_config": {"recompute": True, "select_recompute": False},
+    "runner_config": {"batch_size": 4},
+}
+HINTS = [
+    {"operators": "blocks.*.expand", "axis": "tensor", "outputs": ["S(1)"]},
+    {"operators": "head", "in_strategy": [[2, 1], [1, 4]]},
+]
+CLUSTER = {"format": "meshwright-cluster", "version": 1, "name": "two", "nodes": [
+    {"profile": "dgx-a100", "count": 2}, {"profile": "dgx1-v100", "count": 1},
+], "fabric": {"kind": "fat-tree"}}  # fmt: skip
+MATRIX = "\n".join(
+    ["\t" + "\t".join(f"GPU{i}" for i in range(4)) + "\tNIC0\tCPU Affinity"]
+    + [f"GPU{i}\t" + "\t".join(" X " if i == j else "NV12" for j in range(4)) + "\tPXB\t0-23" for i in range(4)]
+)
+TABLE = "m,n,k,time_ms\n1,2,3,0.5\n4,5,6,1e-3\n"
+POINT = {"hardware": "dgx-a100", "devices": 8, "refused": False, "result": {"status": "optimal"}}
+
+PARSERS: dict[str, Parser] = {
+    "profile": Parser(read=_profile_read, seeds=_profile_seeds),
+    "cluster": Parser(read=lambda path: load_cluster(str(path)), seeds=_json(CLUSTER)),
+    "rank table": Parser(
+        read=lambda path: load_profile(f"ascend910b-atlas800t-a2@{path}"), seeds=_json(RANKS), file="ranks.json"
+    ),
+    "matrix": Parser(read=lambda path: load_profile(f"dgx-a100@{path}"), seeds=_text(MATRIX), file="matrix.txt"),
+    "software": Parser(read=lambda path: parse_software(path.read_text(errors="replace"), "s"), seeds=_software_seeds),
+    "config": Parser(read=lambda path: with_config(PlanSettings(), path), seeds=_json(CONFIG, MINDFORMERS)),
+    "hints": Parser(read=load_hints, seeds=_json(HINTS)),
+    "network": Parser(read=lambda path: load_network(f"hf:{path}"), seeds=_json(GPT2, LLAMA), file="config.json"),
+    "adapters": Parser(read=_adapters, seeds=_json(LORA), file="adapter_config.json"),
+    "strategy": Parser(read=read_strategy, seeds=_strategies, file="strategy.json"),
+    "schedule": Parser(
+        read=parse_schedule_csv,
+        seeds=lambda: [format_schedule_csv(make_schedule(name, 2, 4)).encode() for name in ("1f1b", "zb_h1")],
+    ),
+    "measurements": Parser(read=read_rows, seeds=lambda: _measured(), file="rows.csv"),
+    "table": Parser(read=lambda path: read_measurements(path, ["m", "time_ms"]), seeds=_text(TABLE), file="table.csv"),
+    "run": Parser(read=_correct, seeds=_run_seeds, file="run.json"),
+    "record": Parser(read=_record, seeds=_records),
+    "tokens": Parser(read=read_tokens, seeds=_npy, file="tokens.npy"),
+    "images": Parser(read=read_idx, seeds=lambda: [b"\0\0\x08\x01\0\0\0\x05hello"], file="images"),
+    "journal": Parser(
+        read=lambda path: read_journal(path, [], None),  # type: ignore[arg-type]
+        seeds=_json({"key": "k", "check": "c", "point": POINT}),
+    ),
+    "pins": Parser(
+        read=_pins, seeds=_text("tp=2\norder=pp-dp-tp", "recompute=full\nschedule=1f1b\npp=2\nstage_layers=4-4")
+    ),
+    "rules": Parser(read=_rules, seeds=_text("S(0), R -> S(0)", "S(0), R -> S(0), R; reduces 128", "S(1)\nP\nR")),
+}
+
+
+def _measured() -> list[bytes]:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        return [write_measurements(Path(folder) / "rows.csv", {}, {"tp": "4"}).read_bytes()]
