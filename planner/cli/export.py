@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from planner.exchange.exporting import Exported
     from planner.exchange.formats import ExchangeFormat
     from planner.plans.file import StrategyFile
+    from planner.plans.plan import Plan
 
 
 class Format(StrEnum):
@@ -29,8 +30,13 @@ class Format(StrEnum):
     TORCHTITAN_OLD = "torchtitan-0.2"
     DEEPSPEED = "deepspeed"
     ACCELERATE = "accelerate"
+    SCHEDULE_CSV = "schedule-csv"
     MINDSPORE = "mindspore"
     MESHWRIGHT = "meshwright"
+
+
+_SUFFIX = {Format.SCHEDULE_CSV: ".csv"}
+_VERSION = {Format.SCHEDULE_CSV: "torch 2.9", Format.MINDSPORE: "2.10", Format.MESHWRIGHT: "2"}
 
 
 def export(
@@ -61,10 +67,11 @@ def export(
     from planner.lowering.checked import captured
     from planner.planning.loading import naming
     from planner.plans.file import export_mindspore, read_strategy, write_plan
+    from simulator.whole_file import write_whole
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     form = FORMATS.get(to.value)
-    path = out or strategy.with_suffix(f".{to.value}{form.suffix if form else '.json'}")
+    path = out or strategy.with_suffix(f".{to.value}{form.suffix if form else _SUFFIX.get(to, '.json')}")
     check_out("--out", path, (strategy,))
     found = read_strategy(strategy)
     if form is not None:
@@ -72,14 +79,30 @@ def export(
         return
     if to is Format.MESHWRIGHT:
         written = write_plan(found.plan, path, found.prediction)
+    elif to is Format.SCHEDULE_CSV:
+        written = write_whole(path, _schedule(found.plan))
     else:
         with terminal.working("capturing the network"), naming(strategy):
             graph = captured(found.plan)
         written = export_mindspore(found.plan, graph, path, found.prediction)
     if terminal.json:
-        terminal.document({"strategy_file": str(written), "format": to.value, "files": [str(written)]})
+        said = {"format": to.value, "version": _VERSION[to], "files": [str(written)]}
+        terminal.document({"strategy_file": str(written), **said, "cannot_say": [], "environment": {}})
     else:
         terminal.line(str(written))
+
+
+def _schedule(plan: Plan) -> str:
+    """The order of the passes, in PyTorch's format ``compute_only``."""
+    from planner.lowering.pipeline import plan_schedule
+    from simulator.errors import InputError
+    from simulator.schedules import format_schedule_csv
+
+    if plan.pipeline == 1:
+        raise InputError(
+            "a schedule file orders the passes of a pipeline, but the plan has one stage; plan with --pin pp=2"
+        )
+    return format_schedule_csv(plan_schedule(plan))
 
 
 def _exchange(

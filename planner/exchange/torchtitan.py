@@ -418,7 +418,7 @@ def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
             rule="parameters and optimizer states go to the host together",
             remedy="offload both or none",
         )
-    if config.offload_optimizer and config.optimizer_sharding == "none":
+    if era is OLD and config.offload_optimizer and config.optimizer_sharding == "none":
         yield Violation(
             key=KEYS["offload_optimizer"],
             value="true",

@@ -39,8 +39,8 @@ def drawn(form: ExchangeFormat, count: int) -> list[TrainingConfig]:
     return list(found)
 
 
-def spoiled(form: ExchangeFormat, config: TrainingConfig) -> Iterator[TrainingConfig]:
-    """The same with one thing changed, as far as its file shows that it is illegal."""
+def spoiled(form: ExchangeFormat, config: TrainingConfig) -> Iterator[tuple[TrainingConfig, str]]:
+    """The same with one thing changed, and its file, as far as the file shows that it is illegal."""
     changes: list[dict[str, Any]] = [
         {"devices": (config.devices or 1) + 1},
         {"global_batch": (config.global_batch or 1) + 1},
@@ -49,20 +49,23 @@ def spoiled(form: ExchangeFormat, config: TrainingConfig) -> Iterator[TrainingCo
         {"overlap_parameters": True, "optimizer_sharding": "none", "shard_size": 0},
         {"cp": 3},
     ]
-    for change in changes:
-        other = replace(config, **change)
+    files = [(other, form.write(other).text) for change in changes for other in [replace(config, **change)]]
+    if form.name == "deepspeed":  # whose batches say how many ranks there are
+        batch = config.global_batch or 1
+        files.append((config, form.write(config).text.replace(f'_size": {batch},', f'_size": {batch + 1},', 1)))
+    for other, text in files:
         try:
-            read = form.read(form.write(other).text, f"file{form.suffix}")
+            read = form.read(text, f"file{form.suffix}")
         except InputError:
-            yield other
+            yield other, text
         else:
             if read.violations or form.violations(read.config):
-                yield other
+                yield other, text
 
 
-def case_of(form: ExchangeFormat, config: TrainingConfig, file: Path) -> dict[str, Any]:
+def case_of(form: ExchangeFormat, config: TrainingConfig, text: str, file: Path) -> dict[str, Any]:
     """Write a file, and say what its judge must know of the job."""
-    file.write_text(form.write(config).text)
+    file.write_text(text)
     return {
         "format": form.name,
         "file": str(file),

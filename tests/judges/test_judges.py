@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from planner.exchange.formats import ExchangeFormat
 from planner.exchange.registry import FORMATS
+from planner.exchange.training_config import TrainingConfig
 from tests.judges.cases import case_of, drawn, spoiled
 from tests.judges.judge import JUDGES
 
@@ -36,22 +38,25 @@ def judged(cases: list[dict[str, Any]]) -> list[str]:
     return verdicts
 
 
+def cases(form: ExchangeFormat, files: list[tuple[TrainingConfig, str]], folder: Path) -> list[dict[str, Any]]:
+    """Write files for their judge."""
+    return [case_of(form, config, text, folder / f"{n}{form.suffix}") for n, (config, text) in enumerate(files)]
+
+
 @pytest.mark.parametrize("name", JUDGES)
 def test_what_is_exported_is_legal(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]
     configs = drawn(form, COUNT)
     assert len(configs) == COUNT
-    verdicts = judged([case_of(form, c, tmp_path / f"{n}{form.suffix}") for n, c in enumerate(configs)])
+    texts = [form.write(config).text for config in configs]
+    verdicts = judged(cases(form, list(zip(configs, texts, strict=True)), tmp_path))
     assert [(config, verdict) for config, verdict in zip(configs, verdicts, strict=True) if verdict] == []
 
 
 @pytest.mark.parametrize("name", JUDGES)
 def test_what_is_called_illegal_is_illegal(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]
-    configs = [other for config in drawn(form, COUNT) for other in spoiled(form, config)][:COUNT]
-    assert configs
-    verdicts = judged([case_of(form, c, tmp_path / f"{n}{form.suffix}") for n, c in enumerate(configs)])
-    taken = [
-        (config, form.violations(config)[0]) for config, verdict in zip(configs, verdicts, strict=True) if not verdict
-    ]
-    assert taken == []
+    files = [file for config in drawn(form, COUNT) for file in spoiled(form, config)][:COUNT]
+    assert files
+    verdicts = judged(cases(form, files, tmp_path))
+    assert [text for (_, text), verdict in zip(files, verdicts, strict=True) if not verdict] == []

@@ -23,6 +23,8 @@ from planner.plans.file import read_plan, write_plan
 from planner.plans.plan import Plan
 from planner.plans.request import PlanRequest
 from simulator.errors import InputError
+from simulator.schedules.exchange import format_schedule_csv, parse_schedule_csv
+from simulator.schedules.generators import make_schedule
 
 
 def planned(pins: Sequence[str], *, network: str = "zoo:gpt2", devices: int = 16, batch: int = 64) -> Plan:
@@ -120,3 +122,13 @@ def test_strategies_of_every_format_are_written_beside_the_strategy(interleaved:
     done = CliRunner().invoke(app, ["export", str(strategy), "--to", "torchtitan", "--round", "--quiet"])
     assert done.exit_code == 0, done.output
     assert "pipeline_parallel_degree = 2" in (tmp_path / "strategy.torchtitan.py").read_text()
+
+
+def test_the_order_of_passes_is_written_as_pytorch_reads_it(zero_bubble: Plan, tmp_path: Path) -> None:
+    strategy = tmp_path / "strategy.json"
+    write_plan(zero_bubble, strategy)
+    done = CliRunner().invoke(app, ["export", str(strategy), "--to", "schedule-csv", "--json", "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["version"] == "torch 2.9"
+    read = parse_schedule_csv(tmp_path / "strategy.schedule-csv.csv")
+    assert format_schedule_csv(read) == format_schedule_csv(make_schedule("zbv", 4, zero_bubble.micro_batches))

@@ -145,5 +145,6 @@ def test_the_command_writes_both_formats(tmp_path: Path) -> None:
     run = CliRunner().invoke
     assert run(app, ["export", str(own), "--out", str(mindspore)]).stdout.strip() == str(mindspore)
     found = run(app, ["export", str(mindspore), "--to", "meshwright", "--out", str(back), "--json"])
-    assert json.loads(found.stdout) == {"strategy_file": str(back), "format": "meshwright"}
+    said = json.loads(found.stdout)
+    assert (said["strategy_file"], said["format"], said["files"]) == (str(back), "meshwright", [str(back)])
     assert back.read_text() == own.read_text()
