@@ -20,6 +20,7 @@ from planner.cli.networks import networks
 from planner.cli.plan import plan
 from planner.cli.profiles import profiles
 from planner.cli.simulate import simulate
+from planner.cli.software import software
 from planner.cli.terminal import DEBUG_KEY
 from planner.cli.validate import validate
 from planner.cli.what_if import what_if
@@ -125,3 +126,4 @@ def meshwright(
 for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export, check):
     app.command()(command)
 app.add_typer(profiles, name="profiles")
+app.add_typer(software, name="software")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -69,4 +69,26 @@ def profile_details(hardware: Hardware) -> Iterable[RenderableType]:
         table.add_column(name, overflow="fold")
     for row in hardware.rows:
         table.add_row(Text(row.field), Text(row.value), Text(row.source))
+    yield table
+
+
+def software_table(found: Sequence[dict[str, Any]]) -> Table:
+    """The software that plans are predicted for."""
+    table = plain_table(("software", ""), ("stack", ""), ("fused by", ""))
+    table.add_column("usual for")
+    table.add_column("what it is")
+    for one in found:
+        usual = "; ".join(f"{family}: {', '.join(kinds)}" for family, kinds in one["usual_for"].items())
+        table.add_row(one["name"], one["stack"], one["fusion"], usual, one["title"])
+    return table
+
+
+def software_details(found: dict[str, Any], rows: Sequence[dict[str, str]]) -> Iterable[RenderableType]:
+    """Every number of software with its source."""
+    yield Text(f"{found['name']}: {found['title']}", style="bold")
+    table = plain_table()
+    for name in ("field", "value", "source"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(Text(row["field"]), Text(row["value"]), Text(row["source"]))
     yield table

@@ -145,7 +145,7 @@ def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
 def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettings, Marks | None, list[str]]:
     """Hold what a file in MindFormers' style says against devices and network; what is slow is said."""
     from planner.cli.options import read_pins
-    from planner.cost.software import norms_of
+    from planner.cost.software import USUAL, norms_of
     from planner.exchange.mindspore.notes import (
         check_micro_batches,
         check_sizes,
@@ -168,7 +168,7 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     if (sized or translated.layers) and settings.network is not None:
         graph = load_network(
             settings.network, sequence_length=settings.seq_len, attention=settings.attention or "",
-            norms=norms_of(settings.software or "", settings.norms or ""),
+            norms=norms_of("" if settings.software == USUAL else settings.software or "", settings.norms or ""),
         ).capture()  # fmt: skip
         notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=cut)
         stages, virtual = (int(pins.get(name, "1")) for name in ("pp", "vpp"))

@@ -154,7 +154,7 @@ SoftwareOption = Annotated[
     typer.Option(
         "--software",
         metavar="NAME",
-        help="The software it will run on, such as megatron_deepspeed or nemo; by default what is usual.",
+        help="The software it will run on, such as megatron_core; by default what is usual (meshwright software).",
     ),
 ]
 AttentionOption = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -147,17 +147,21 @@ def plan(given: PlanArguments) -> None:
 
 
 def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug: bool) -> None:
+    from planner.planning.planning import software_note, with_usual_software
     from planner.search.patience import Patience
     from simulator.quantities import seconds_text
 
     settings = found.settings
-    request = _request(settings, found)
+    asked = _request(settings, found)
     path = settings.out or "strategy.json"
     check_out("--out", path, (settings.hw, settings.hints, config, found.stored or None))
+    request = with_usual_software(asked)
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         patience = Patience(say=lambda: terminal.note(WAITING))
         with patience.listening():
             result = _stored(request, found.stored) if found.stored else _planned(request, patience)
+    if not asked.software:
+        result = replace(result, messages=(*result.messages, software_note(request.software)))
     if debug and result.timings:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
     _finish(terminal, request, result, path, several=settings.top is not None)

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from planner.cost.memory_traits import traits_of
-from planner.cost.software_file import shipped_software
+from planner.cost.software_file import Software, shipped_software, shipped_stacks
 from planner.cost.stacks import USUAL_STACKS, Stack, factors_of, family_of
-from planner.graph.attention import FUSED, check_attention
+from planner.graph.attention import FUSED, WRITTEN_OUT, check_attention
 from planner.graph.norms import FUSED as FUSED_NORMS
 from planner.graph.norms import check_norms
 from planner.plans.exchange import Exchange
@@ -37,51 +37,23 @@ if TYPE_CHECKING:
 
 
 USUAL = "usual"
-"""What a plan is simulated with again as if none were named."""
+"""What a plan is predicted for as if no software were known: the median of what networks are trained with."""
+NetworkFamily = Literal["image", "language", "features"]
+
+SOFTWARE: Mapping[str, Software] = shipped_stacks().software
+"""Software by name, as ``hw_profiles/software/stacks.yaml`` has it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Software:
-    """A stack, and what its users' usual settings make of messages.
+def usual_software(hardware: Hardware, family: NetworkFamily, *, sharded: bool = False) -> str:
+    """The software that networks of a family are usually trained with on a device; empty where no file says.
 
-    Without ``overlaps`` none travels while kernels run: gradients are summed, and parameters gathered, when passes are
-    over. ``gradient_dtype`` is what gradients are summed in, empty where that is the parameters'; with ``whole_sums``
-    ranks that shard optimizer states alone sum them whole. With ``single_gathers`` sharded parameters are gathered
-    one at a time, each when the device has done all before, and their gradients scattered so.
+    With ``sharded`` data-parallel ranks share all states, and nothing else is parallel. A profile that was calibrated
+    on a machine is of this project's own executor, whose operators run one by one.
     """
-
-    stack: Stack
-    overlaps: bool = True
-    gradient_dtype: Literal["", "float32"] = ""
-    whole_sums: bool = False
-    single_gathers: bool = False
-
-
-SOFTWARE: Mapping[str, Software] = {
-    **{
-        stack.value: Software(stack=stack)
-        for stack in Stack
-        if stack not in (Stack.CHANNELS_LAST, Stack.MINDSPORE_TOOLKIT)
-    },
-    "pytorch": Software(stack=Stack.EAGER),
-    "fsdp": Software(stack=Stack.EAGER),
-    "llm_foundry": Software(stack=Stack.EAGER),
-    "torchtitan": Software(stack=Stack.COMPILED),
-    "jax": Software(stack=Stack.COMPILED),
-    "megatron_lm": Software(stack=Stack.MEGATRON, overlaps=False),
-    "megatron_deepspeed": Software(stack=Stack.DEEPSPEED, overlaps=False, single_gathers=True),
-    "aleph_alpha_scaling": Software(stack=Stack.DEEPSPEED, overlaps=False, gradient_dtype="float32", whole_sums=True),
-    "nemo": Software(stack=Stack.TRANSFORMER_ENGINE),
-    "megatron_core": Software(stack=Stack.TRANSFORMER_ENGINE),
-    "mindformers": Software(stack=Stack.MINDSPORE),
-    "mindspeed_llm": Software(stack=Stack.MINDSPEED, overlaps=False),
-}
-"""Stacks by their own names, for their kernels and launches alone, and software with its habits.
-
-Megatron-LM and what is made of it overlap nothing unless asked to (``--overlap-grad-reduce``). Scaling sums all
-gradients whole and as float32 (``optimizer/allreduce.py`` of github.com/Aleph-Alpha/scaling). Megatron-DeepSpeed is
-that of 2021, whose ZeRO-3 gathered parameter by parameter (DeepSpeed's issue 1069, pull request 1188).
-"""
+    usual = shipped_stacks().usual.get(family_of(hardware.device_name))
+    if usual is None or hardware.uncertainty.label == "calibrated":
+        return ""
+    return usual.other if family != "language" else usual.sharded if sharded else usual.language
 
 
 def check_software(name: str) -> str:
@@ -109,9 +81,13 @@ def as_run(
     each node that has some of them; 0 where it travels once for each expert.
     """
     found = as_run_by(hardware, software)
+    told: dict[str, float] = {}
+    if software and not check_attention(attention):
+        attention = SOFTWARE[software].attention.get(family_of(hardware.device_name), "")
     if check_attention(attention) in FUSED:
         found = replace(found, attention=attention, hash=f"{found.hash} {attention}")
-    told: dict[str, float] = {}
+    if software and attention not in WRITTEN_OUT:
+        told["planned_attention"] = attention_factor(found)
     if tensor_overlap:
         told[TENSOR_EXPOSED] = _exposed(software, "tensor_exposed")
     if expert_overlap:
@@ -170,6 +146,17 @@ def exchange_of(software: str, exchange: Exchange) -> Exchange:
     )
 
 
+def attention_factor(hardware: Hardware) -> float:
+    """Factor on the kernel of attention that a device is told to use: the device's times the kernel's own."""
+    own = shipped_software().coefficients.attention.get(hardware.attention, 1.0)
+    return hardware.training.get("attention", 1.0) * own
+
+
+def fusion_of(software: str) -> str:
+    """What fuses operators where the software is named, one of `planner.graph.fusion`; empty for nothing."""
+    return SOFTWARE[software].fusion if check_software(software) else ""
+
+
 def norms_of(software: str, norms: str) -> str:
     """How root-mean-square norms run where the software is named: what is not asked for is as it has them."""
     if check_norms(norms) or not check_software(software):
@@ -207,6 +194,8 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
     training = dict(hardware.training)
     for name, factor in factors_of(own).items():
         training[f"planned_{name}"] = training.get(name, 1.0) * factor
+    for name in ("inside", "outside"):
+        training[f"planned_{name}"] = training.get(name, 1.0)
     if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
         training[LAUNCH] = own["launch_s"] * training.get("launch", 1.0)
         training[MESSAGE_LAUNCHES] = 1.0

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from planner.cost.layered_parameters import LayeredCoefficients, LayeredParameters
 from planner.cost.stacks import AttentionKernel, Stack
@@ -26,6 +26,7 @@ from simulator.whole_file import write_whole
 
 SOFTWARE_FOLDER = "software"
 SHIPPED = "training.yaml"
+STACKS = "stacks.yaml"
 STACK_COEFFICIENTS = (
     "matmul", "misaligned", "memory", "memory_half", "experts", "recompute", "optimizer", "launch_s",
     "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed", "pipeline_exposed", "gradient_exposed",
@@ -84,6 +85,71 @@ class LayeredPart(Part):
     stacks: dict[StackName, dict[LayeredStack, NonNegative]]
 
 
+class Software(Part):
+    """Software that plans run on: a stack, and what its users' usual settings make of kernels and messages.
+
+    Attributes
+    ----------
+    title, source
+        What people call it, and where what is said here was read.
+    stack
+        Whose coefficients and memory habits it has.
+    overlaps
+        Messages travel while kernels run. Otherwise gradients are summed, and parameters gathered, when passes are
+        over.
+    gradient_dtype
+        What gradients are summed in, empty where that is the parameters'.
+    whole_sums
+        Ranks that shard optimizer states alone sum gradients whole.
+    single_gathers
+        Sharded parameters are gathered one at a time, each when the device has done all before, and their gradients
+        scattered so.
+    fusion
+        What fuses operators, one of `planner.graph.fusion`.
+    attention
+        The fused kernel of attention by family of the device; where none is named, the profile's.
+    """
+
+    title: str
+    source: str
+    stack: Annotated[Stack, BeforeValidator(Stack)]
+    overlaps: bool = True
+    gradient_dtype: Literal["", "float32"] = ""
+    whole_sums: bool = False
+    single_gathers: bool = False
+    fusion: Literal["single", "compiler", "library"] = "single"
+    attention: dict[str, Literal["flash", "flash2", "vendor"]] = Field(default_factory=dict)
+
+
+class Usual(Part):
+    """The usual software of a family of devices, by what is trained.
+
+    ``language`` networks, those whose states data-parallel ranks share and nothing else (``sharded``), all ``other``
+    networks.
+    """
+
+    language: str
+    sharded: str
+    other: str
+
+
+class StacksPart(Part):
+    """The file of software: what there is, and what is usual on which family of devices."""
+
+    format: Literal["meshwright-stacks"]
+    version: Literal[1]
+    software: dict[str, Software]
+    usual: dict[str, Usual]
+    usual_source: str
+
+    @model_validator(mode="after")
+    def _usual_is_known(self) -> Self:
+        named = {name for usual in self.usual.values() for name in (usual.language, usual.sharded, usual.other)}
+        if unknown := sorted(named - set(self.software)):
+            raise ValueError(f"usual: {unknown[0]!r} is not among software; add it there or name another")
+        return self
+
+
 class SoftwarePart(Part):
     """The whole file."""
 
@@ -119,11 +185,15 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareFile:
-    """The file's content; intervals by kind of network, device family and stack (``*`` for any)."""
+    """The file's content; intervals by kind of network, device family and stack (``*`` for any).
+
+    ``sources`` say where the coefficients of each stack come from.
+    """
 
     coefficients: SoftwareCoefficients
     layered: LayeredCoefficients
     intervals: Mapping[tuple[str, str, str], Interval]
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def interval(self, network: str, family: str, stack: str) -> tuple[Interval, str]:
         """Interval and label of runs of a kind of network on a family of devices with a stack.
@@ -156,11 +226,32 @@ def parse_software(text: str, name: str) -> SoftwareFile:
             (entry.network, entry.family, entry.stack): Interval(low=entry.low, high=entry.high, rows=entry.rows)
             for entry in part.intervals
         },
+        sources={
+            stack: "; ".join(dict.fromkeys(entry.source for entry in entries.values()))
+            for stack, entries in part.stacks.items()
+        },
     )
 
 
 def _values(entries: Mapping[str, Sourced[float]]) -> dict[str, float]:
     return {name: entry.value for name, entry in entries.items()}
+
+
+@lru_cache(maxsize=1)
+def shipped_stacks() -> StacksPart:
+    """The file of software that comes with the package."""
+    return StacksPart.model_validate(SOFTWARE.yaml(_shipped(STACKS), STACKS))
+
+
+def _shipped(file: str) -> str:
+    """The text of a file of the package; ProfileError where that lacks it."""
+    try:
+        return (resources.files("hw_profiles") / SOFTWARE_FOLDER / file).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ProfileError(
+            f"software file hw_profiles/{SOFTWARE_FOLDER}/{file} is missing, and without its coefficients no step can "
+            "be predicted; install the package again"
+        ) from error
 
 
 @lru_cache(maxsize=1)
@@ -172,16 +263,7 @@ def shipped_software() -> SoftwareFile:
     ProfileError
         When the package lacks it.
     """
-    name = f"hw_profiles/software/{SHIPPED}"
-    resource = resources.files("hw_profiles") / SOFTWARE_FOLDER / SHIPPED
-    try:
-        text = resource.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ProfileError(
-            f"software file {name} is missing, and without its coefficients no step can be predicted; install the "
-            "package again"
-        ) from error
-    return parse_software(text, name)
+    return parse_software(_shipped(SHIPPED), f"hw_profiles/{SOFTWARE_FOLDER}/{SHIPPED}")
 
 
 def write_software(content: Mapping[str, Any], path: Path) -> SoftwareFile:

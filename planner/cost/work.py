@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, TensorRef
+from planner.graph.fusion import LIBRARY, in_memory, lying_bytes
+from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef
 from simulator.errors import InputError
 from simulator.kernels.matmul import ELEMENT_BYTES
-from simulator.program import Kernel
+from simulator.program import Kernel, Phase
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 NARROW_RANGE = "float16"
@@ -48,6 +50,18 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 LOOKUPS: Mapping[str, int] = {"embedding": 0, "gather": 0, "index_select": 0, "nll_loss_forward": 0}
 """Operators that read only as much of one input as they return: its position."""
+
+LOGIT_BYTES: Mapping[str, float] = {
+    "aten._log_softmax.default": 22.0,
+    "aten.nll_loss_backward.default": 0.0,
+    "aten._log_softmax_backward_data.default": 14.0,
+}
+"""Bytes that training software moves for each logit of 16 bits where the network has one operator in 16 bits.
+
+Losses are computed in float32: logits are cast, and read for their maximum, their exponents and the sum of these; the
+gradient is made where the exponents are and cast back (``megatron/core/tensor_parallel/cross_entropy.py``; PyTorch's
+``cross_entropy`` of ``logits.float()``), as `planner.published.estimate.transformer_work` counts it.
+"""
 
 SHAPE_ONLY: Mapping[str, int] = {"nll_loss_backward": 1}
 """Operators that need only the shape of one input: its position."""
@@ -130,10 +144,11 @@ def in_halves(node: Node) -> bool:
 def traffic_sizes(graph: OperatorGraph, node: Node) -> list[float]:
     """Bytes that an operator with whole tensors reads of each tensor input, then writes of each output.
 
-    What lies in memory once and is only repeated by an expansion is read once: repeats come from the caches.
+    What lies in memory once and is only repeated by an expansion is read once: repeats come from the caches. What a
+    fused kernel keeps on the chip (`planner.graph.fusion`) does not count.
     """
     inputs = node.tensor_inputs
-    sizes = [_lying_bytes(graph, ref) for ref in inputs]
+    sizes = [lying_bytes(graph, ref) for ref in inputs]
     sizes += [float(spec.size_bytes) for spec in node.outputs]
     name = node.op.split(".")[1] if "." in node.op else ""
     if name in LOOKUPS:
@@ -141,16 +156,11 @@ def traffic_sizes(graph: OperatorGraph, node: Node) -> list[float]:
         sizes[len(inputs)] *= 2
     elif name in SHAPE_ONLY:
         sizes[SHAPE_ONLY[name]] = 0.0
+    if graph.fusion and node.op in LOGIT_BYTES and DTYPE_BYTES[node.outputs[0].dtype] < 4:
+        return [LOGIT_BYTES[node.op] * node.outputs[0].elements / len(sizes)] * len(sizes)
+    if node.moved:
+        sizes = [size * share for size, share in zip(sizes, node.moved, strict=True)]
     return sizes
-
-
-def _lying_bytes(graph: OperatorGraph, ref: TensorRef) -> float:
-    """Bytes of a tensor, or of the one that it repeats for other reasons than that the batch grows."""
-    source, spec = graph.nodes[ref.node], graph.spec(ref)
-    if source.op != "aten.expand.default":
-        return float(spec.size_bytes)
-    beneath = graph.spec(source.tensor_inputs[0])
-    return float((beneath if any(beneath.batch_dims) == any(spec.batch_dims) else spec).size_bytes)
 
 
 def cast_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) -> Amount:
@@ -173,7 +183,29 @@ def cast_sizes(graph: OperatorGraph, node: Node) -> list[tuple[int, float]]:
     Each is read as it is and written narrow. A tensor is a factor of two products, forward and backward or twice
     backward, and cast for either: together as much as scaling by its largest value moves, which reads it once for that
     and once more to write both layouts (NVIDIA Transformer Engine, current scaling).
+
+    A library's kernels write what they make for a product in its type, and keep it so for the backward pass; weights
+    are cast once a step (``is_first_microbatch``). Gradients are left, which one kernel casts and transposes for both
+    products (``cast_transpose`` of Transformer Engine), and what attention makes.
     """
     places = range(len(node.tensor_inputs) - 2, len(node.tensor_inputs))
     specs = [(place, graph.spec(node.tensor_inputs[place])) for place in places]
-    return [(p, float(s.size_bytes + s.elements * ELEMENT_BYTES[node.product_dtype])) for p, s in specs]
+    narrow = ELEMENT_BYTES[node.product_dtype]
+    if graph.fusion != LIBRARY:
+        return [(p, float(s.size_bytes + s.elements * narrow)) for p, s in specs]
+    parts = [_cast_part(graph, node, node.tensor_inputs[place]) for place in places]
+    return [(p, part * (s.size_bytes + 2 * s.elements * narrow)) for (p, s), part in zip(specs, parts, strict=True)]
+
+
+def _cast_part(graph: OperatorGraph, node: Node, factor: TensorRef) -> float:
+    """The part of the cast of a factor that its product waits for, where a library fuses what it can."""
+    base = in_memory(graph, factor)
+    source = graph.nodes[base.node]
+    if source.role is Role.PARAMETER:
+        return 0.0
+    if node.phase is Phase.BACKWARD:
+        kept = node.forward is not None and base in map(
+            partial(in_memory, graph), graph.nodes[node.forward].tensor_inputs
+        )
+        return 0.0 if kept else 0.5
+    return float(source.kernel is Kernel.ATTENTION)

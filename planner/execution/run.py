@@ -233,7 +233,7 @@ def _with_comparison(
     timeline = predict(plan, job.lowered, hardware)[1] if isinstance(job.lowered, LoweredPlan) else None
     if trace is not None:
         ranks = rank_times(plan, job.lowered, records)
-        write_run_trace(trace, plan, job.lowered, checked_graph(plan), hardware, timeline, ranks)
+        write_run_trace(trace, plan, job.lowered, checked_graph(replace(plan, software="")), hardware, timeline, ranks)
     found = compare(plan, job.lowered, records, hardware, length_s, timeline)
     return replace(report, comparison=found)
 

@@ -131,7 +131,7 @@ def _indexed_module(path: str, level: int) -> tuple[str, int] | None:
 def _signature(node: Node) -> Signature:
     """Everything of a node but its names and what it refers to."""
     values = (_shape_of(node.args), tuple((key, _shape_of(value)) for key, value in node.kwargs))
-    return (node.op, node.role, node.phase, node.kernel, node.outputs, node.flops, *values)
+    return (node.op, node.role, node.phase, node.kernel, node.outputs, node.flops, node.moved, *values)
 
 
 def _shape_of(argument: Argument) -> object:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.graph.fusion import product_parts
 from planner.graph.operator_graph import Node, OperatorGraph, TensorSpec
 from simulator.program import CONVOLUTIONS, Kernel
 
@@ -97,12 +98,13 @@ def _product(graph: OperatorGraph, node: Node) -> KernelShape:
     left, right = graph.spec(inputs[-2]), graph.spec(inputs[-1])
     rows, depth = (-1, -2) if _name(node) in _LEFT_TRANSPOSED else (-2, -1)
     columns = -2 if _name(node) in _RIGHT_TRANSPOSED else -1
+    filled = product_parts(node, node.moved) if node.moved else (1.0, 1.0, 1.0)
     return KernelShape(
         sizes=(
             float(prod(left.shape[:-2])),
-            float(left.shape[rows]),
-            float(right.shape[columns]),
-            float(left.shape[depth]),
+            filled[0] * left.shape[rows],
+            filled[1] * right.shape[columns],
+            filled[2] * left.shape[depth],
         ),
         growth=(
             sum(left.batch_dims[:-2]),

@@ -96,6 +96,7 @@ class Node:
     its path, with ``"constant"`` there. A *gradient sum* adds the gradients that several uses of one
     tensor send back. ``flops`` counts a multiply and an add as two; work element by element is left out.
     ``product_dtype`` is what a matrix product casts its factors to, where that is narrower than they are.
+    ``moved`` is the share of each tensor input, then of each output, that its kernel reads or writes; empty for all.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Node:
     source: str = ""
     flops: float = 0.0
     product_dtype: str = ""
+    moved: tuple[float, ...] = ()
     _tensors: tuple[TensorRef, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -135,7 +137,7 @@ class Node:
         made = Node(
             name=self.name, op=self.op, role=self.role, phase=self.phase, kernel=self.kernel, args=self.args,
             kwargs=self.kwargs, outputs=outputs, forward=self.forward, module=self.module, source=self.source,
-            flops=flops, product_dtype=self.product_dtype,
+            flops=flops, product_dtype=self.product_dtype, moved=self.moved,
         )  # fmt: skip
         object.__setattr__(made, "_tensors", self._tensors)
         return made
@@ -191,7 +193,8 @@ class Run:
 class OperatorGraph:
     """Nodes in the order they execute, with the folded runs of equal blocks.
 
-    ``batch_size`` is that of one micro-batch over the whole mesh.
+    ``batch_size`` is that of one micro-batch over the whole mesh, ``fusion`` what fuses operators, one of
+    `planner.graph.fusion`.
     """
 
     network: str
@@ -203,6 +206,7 @@ class OperatorGraph:
     loss: TensorRef
     runs: tuple[Run, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    fusion: str = ""
 
     def spec(self, ref: TensorRef) -> TensorSpec:
         """Shape and dtype of a tensor."""

@@ -18,7 +18,7 @@ from planner.graph.operator_graph import (
 )
 from simulator.program import Kernel, Phase
 
-FORMAT = 1
+FORMAT = 2
 Json = Any
 
 
@@ -41,6 +41,7 @@ def graph_to_json(graph: OperatorGraph) -> dict[str, Json]:
         "loss": [graph.loss.node, graph.loss.output],
         "runs": [[r.prefix, r.count, r.first, r.second] for r in graph.runs],
         "notes": graph.notes,
+        "fusion": graph.fusion,
     }
 
 
@@ -62,6 +63,7 @@ def graph_from_json(value: dict[str, Json]) -> OperatorGraph:
         loss=TensorRef(*value["loss"]),
         runs=tuple(Run(prefix=p, count=c, first=tuple(f), second=tuple(s)) for p, c, f, s in value["runs"]),
         notes=tuple(value["notes"]),
+        fusion=value["fusion"],
     )
 
 
@@ -98,11 +100,12 @@ def _node_to_json(node: Node, specs: dict[TensorSpec, int]) -> list[Json]:
         node.module,
         node.source,
         node.flops,
+        node.moved,
     ]
 
 
 def _node_from_json(item: list[Json], specs: list[TensorSpec]) -> Node:
-    name, op, role, phase, kernel, args, kwargs, outputs, forward, module, source, flops = item
+    name, op, role, phase, kernel, args, kwargs, outputs, forward, module, source, flops, moved = item
     return Node(
         name=name,
         op=op,
@@ -116,4 +119,5 @@ def _node_from_json(item: list[Json], specs: list[TensorSpec]) -> Node:
         module=module,
         source=source,
         flops=flops,
+        moved=tuple(moved),
     )

@@ -229,4 +229,5 @@ def _copy(
         source=node.source,
         flops=node.flops,
         product_dtype=node.product_dtype,
+        moved=node.moved,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planner.cost.software import fusion_of
 from planner.graph.folding import block_index, template_name, unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
@@ -28,8 +29,9 @@ def captured(plan: Plan, graph: OperatorGraph | None = None) -> OperatorGraph:
     """The plan's network, captured at batch 1 where `graph` is not given; StrategyError where it is another one."""
     if graph is None:
         graph = load_network(
-            plan.network, sequence_length=plan.sequence_length, attention=plan.attention, norms=plan.norms
-        ).capture()
+            plan.network, sequence_length=plan.sequence_length, attention=plan.attention, norms=plan.norms,
+            fusion=fusion_of(plan.software),
+        ).capture()  # fmt: skip
     if graph.fingerprint != plan.fingerprint:
         length = "" if plan.sequence_length is None else f" with sequence length {plan.sequence_length}"
         raise StrategyError(

@@ -217,7 +217,7 @@ class PlacedGraph:
 
     def _find_recipe(self, index: int) -> Recipe:
         node, rules = self.graph.nodes[index], self.rules[index]
-        key = (id(node.outputs), id(rules), node.op)
+        key = (id(node.outputs), id(rules), node.op, node.moved)
         found = self._recipes.get(key)
         if found is None:
             found = self._recipes[key] = self._new_recipe(node, rules)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.graph.attention import check_attention
+from planner.graph.fusion import check_fusion
 from planner.graph.norms import check_norms
 from planner.networks.decoder.known import zoo_decoder
 from planner.networks.network import Family, Network
@@ -47,7 +48,7 @@ def list_networks() -> tuple[NetworkSummary, ...]:
 
 
 def load_network(
-    spec: str | Network, *, sequence_length: int | None = None, attention: str = "", norms: str = ""
+    spec: str | Network, *, sequence_length: int | None = None, attention: str = "", norms: str = "", fusion: str = ""
 ) -> Network:
     """Find the network that `spec` names.
 
@@ -63,10 +64,14 @@ def load_network(
         How attention runs, one of `planner.graph.attention`; empty for the usual fused kernel.
     norms
         How root-mean-square norms run, one of `planner.graph.norms`; empty for single operators, as networks have them.
+    fusion
+        What fuses operators, one of `planner.graph.fusion`; empty for nothing.
     """
     found = _found(spec, sequence_length)
     if attention:
         found = replace(found, attention=check_attention(attention))
+    if fusion:
+        found = replace(found, fusion=check_fusion(fusion))
     return replace(found, norms=check_norms(norms)) if norms else found
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from planner.graph import cache
 from planner.graph.attention import WRITTEN_OUT, with_attention
+from planner.graph.fusion import with_fusion
 from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks.child import in_child
@@ -49,7 +50,8 @@ class Network:
     ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
     set for known families: their graph is written from it, without torch, equal to the capture's. ``marks`` are
     those that the network's own code has on its modules, ``layerwise`` the parameters it marks as each rank's own.
-    ``attention`` and ``norms`` are how these run, of the kinds of `planner.graph.attention` and `planner.graph.norms`.
+    ``attention``, ``norms`` and ``fusion`` are how these run, of the kinds of `planner.graph.attention`,
+    `planner.graph.norms` and `planner.graph.fusion`.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Network:
     layerwise: tuple[str, ...] = ()
     attention: str = ""
     norms: str = ""
+    fusion: str = ""
 
     def capture(self) -> OperatorGraph:
         """Return the operator graph at batch 1, from the cache where it can."""
@@ -106,6 +109,7 @@ def _cache_key(network: Network) -> str:
     content = f"{network.content}\n{network.sequence_length}\n{network.depth}\n{cache.toolchain()}"
     content += f"\n{network.attention}" if network.attention in WRITTEN_OUT else ""
     content += "\nfused norms" if network.norms == FUSED else ""
+    content += f"\nfused by a {network.fusion}" if network.fusion else ""
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -123,7 +127,7 @@ def _capture(network: Network) -> OperatorGraph:
 
 
 def _as_asked(network: Network, graph: OperatorGraph) -> OperatorGraph:
-    return with_norms(with_attention(graph, network.attention), network.norms)
+    return with_fusion(with_norms(with_attention(graph, network.attention), network.norms), network.fusion)
 
 
 def _shortened(network: Network) -> OperatorGraph | None:

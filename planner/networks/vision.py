@@ -124,7 +124,8 @@ def _make(source: str, name: str, depth: int | None) -> nn.Module:
 
 def _kind(name: str) -> str:
     """Part of torchvision that a network is from: ``segmentation``, ``detection`` or none of them."""
-    models = import_module("torchvision.models")
+    from torchvision import models
+
     module = models.get_model_builder(name).__module__
     return next((part for part in ("segmentation", "detection", "video") if f".{part}." in module), "")
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+from planner.cost.memory_traits import traits_of
+from planner.cost.software import SOFTWARE, USUAL, check_software
+from planner.cost.software_file import shipped_software, shipped_stacks
 
 if TYPE_CHECKING:
     from planner.planning.goodput import PlanGoodput, StraggledStep
@@ -118,7 +123,7 @@ def candidate_document(candidate: Candidate, result: PlanResult, hardware: Hardw
     return {
         "status": str(plan.certificate.status),
         "search": search_document(result, plan.search_mode, plan.certificate),
-        "prediction": prediction_document(candidate.prediction),
+        "prediction": prediction_document(candidate.prediction) | {"software": plan.software or USUAL},
         "plan": plan_document(plan, hardware),
         "reason": candidate.reason,
     }
@@ -242,3 +247,47 @@ def goodput_document(goodput: PlanGoodput, prediction: Prediction) -> Document:
             "failures": float(simulated.failures.mean()),
         },
     }
+
+
+def software_names() -> list[str]:
+    """Names that ``--software`` takes, in the order of the file."""
+    return list(SOFTWARE)
+
+
+def software_document(name: str) -> Document:
+    """What software is, and on which families of devices it is usual for what.
+
+    Raises
+    ------
+    InputError
+        The software is not known.
+    """
+    known = SOFTWARE[check_software(name)]
+    kinds = ("language", "sharded", "other")
+    usual = {
+        family: [kind for kind in kinds if getattr(one, kind) == name] for family, one in shipped_stacks().usual.items()
+    }
+    return {
+        "name": name,
+        "title": known.title,
+        "stack": str(known.stack),
+        "usual_for": {family: found for family, found in usual.items() if found},
+        "fusion": known.fusion,
+        "attention": dict(known.attention),
+        "overlaps": known.overlaps,
+        "source": known.source,
+    }
+
+
+def software_rows(name: str) -> list[dict[str, str]]:
+    """Every number of software with its source: habits of its users, coefficients of its stack, bytes of memory."""
+    known, file = SOFTWARE[check_software(name)], shipped_software()
+    stack = str(known.stack)
+    said = [(field, getattr(known, field)) for field in type(known).model_fields if field not in ("title", "source")]
+    rows = [(field, value, known.source) for field, value in said]
+    fitted = file.coefficients.stacks.get(stack, {})
+    rows += [(f"stacks.{stack}.{field}", value, file.sources.get(stack, "")) for field, value in fitted.items()]
+    traits = traits_of(known.stack)
+    memory = "read: planner/cost/memory_traits.py"
+    rows += [(f"memory.{field.name}", getattr(traits, field.name), memory) for field in fields(traits)]
+    return [{"field": field, "value": str(value), "source": source} for field, value, source in rows]

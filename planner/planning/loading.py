@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from planner.lowering.checked import checked_graph, lower
@@ -49,7 +50,11 @@ def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = No
 
 
 def lower_to_run(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredPlan | LoweredStages:
-    """Lower a plan with any number of stages for execution; parameters and errors as `lower_strategy`."""
+    """Lower a plan with any number of stages for execution, by this project's own executor.
+
+    Parameters and errors are those of `lower_strategy`.
+    """
+    plan = replace(plan, software="")
     if plan.pipeline * plan.virtual == 1:
         return lower_strategy(plan, source, precision=precision)
     with naming(source):

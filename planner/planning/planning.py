@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import planner.planning.pipeline_prediction  # noqa: F401 - which `predict_plan` else loads in the midst of a search
-from planner.cost.software import norms_of
+from planner.cost.software import SOFTWARE, USUAL, fusion_of, norms_of, usual_software
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.checked import lower
 from planner.networks import load_network
@@ -50,7 +50,7 @@ from planner.search.candidates import NOTHING_KNOWN, Space
 from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.patience import Patience
 from simulator.errors import UnsupportedError
-from simulator.hardware import Hardware
+from simulator.hardware import Hardware, load_profile
 
 __all__ = [
     "Candidate",
@@ -91,8 +91,35 @@ def capture_for(request: PlanRequest) -> OperatorGraph:
     """Capture the network of a request at batch 1; the same graph serves any devices and batch."""
     return load_network(
         request.network, sequence_length=request.sequence_length, attention=request.attention,
-        norms=norms_of(request.software, request.norms),
+        norms=norms_of(request.software, request.norms), fusion=fusion_of(request.software),
     ).capture()  # fmt: skip
+
+
+def with_usual_software(request: PlanRequest) -> PlanRequest:
+    """The request for the software that is usual for its network on its devices, where it names none.
+
+    Plans that it cannot run are searched as well, as nobody asked for what it can run. ``usual`` stays without a name:
+    the median of what networks are trained with.
+    """
+    if request.software == USUAL:
+        return replace(request, software="")
+    if request.software:
+        return request
+    family = load_network(request.network, sequence_length=request.sequence_length).family
+    alone = all(request.pins.get(name) == "1" for name in ("tp", "pp")) and all(
+        request.pins.get(name, "1") == "1" for name in ("cp", "ep")
+    )
+    sharded = alone and request.pins.get("optimizer_sharding") == "zero3"
+    usual = usual_software(load_profile(request.hardware), family, sharded=sharded)
+    return replace(request, software=usual, any_plan=True)
+
+
+def software_note(software: str) -> str:
+    """What a plan is predicted for where nobody said so, and how to say so."""
+    if not software:
+        return "predicted for the usual software in general; --software names one (meshwright software lists them)"
+    title = SOFTWARE[software].title
+    return f"predicted for {title} ({software}), usual here; --software names another (meshwright software)"
 
 
 @contextmanager

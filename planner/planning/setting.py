@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypedDict
 
-from planner.cost.software import as_run, exchange_of, norms_of
+from planner.cost.software import as_run, exchange_of, fusion_of, norms_of
 from planner.cost.work import Optimizer, optimizer, state_bytes
 from planner.graph.chain import Chain
 from planner.graph.experts import experts_of, experts_per_token
@@ -93,8 +93,9 @@ def setting_of(
     profile = load_profile(request.hardware)
     profile.check_devices(request.devices)
     network = load_network(
-        request.network, sequence_length=request.sequence_length, attention=request.attention, norms=request.norms
-    )
+        request.network, sequence_length=request.sequence_length, attention=request.attention, norms=request.norms,
+        fusion=fusion_of(request.software),
+    )  # fmt: skip
     precision = request.precision or {v: k for k, v in PRECISIONS.items()}[profile.default_precision]
     dtype = precision_dtype(precision)
     check_products(profile, dtype)

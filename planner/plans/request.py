@@ -68,7 +68,8 @@ class PlanRequest:
     samples of a rank's own alone. ``marks`` of modules come before those that the network's code has. ``software`` is a
     name of `planner.cost.software`, ``attention`` one of `planner.graph.attention` and ``norms`` one of
     `planner.graph.norms`: how attention and root-mean-square norms run; the usual software, fused attention and norms
-    as the software has them where nothing is said. ``memory_headroom`` is the part of a device's usable memory that a
+    as the software has them where nothing is said. With ``any_plan`` more is searched than the software
+    can run. ``memory_headroom`` is the part of a device's usable memory that a
     plan leaves free.
     """
 
@@ -88,6 +89,7 @@ class PlanRequest:
     exchange: Exchange = UNASKED
     marks: Marks | None = None
     software: str = ""
+    any_plan: bool = False
     attention: str = ""
     norms: str = ""
     memory_headroom: float = 0.0
@@ -313,7 +315,7 @@ def _runnable(pins: Pins, request: PlanRequest) -> Pins:
 
     Where single operators or modules are fixed, what is asked for is not any framework's and nothing is added.
     """
-    table = capability_of(request.software) if request.software else None
+    table = capability_of(request.software) if request.software and not request.any_plan else None
     usual = request.parallel_mode == "auto_parallel" and request.search_mode == "dynamic_programming"
     if table is None or request.hints or not usual:
         return pins

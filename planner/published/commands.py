@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from planner.cost.software import USUAL
 from planner.plans.hints import Hint
 from planner.published.estimate.training_run import RunPrediction
 from planner.published.pinned import OWN_SAMPLES, PinnedRun, pinned_run
@@ -60,7 +61,7 @@ def plan_command(run: PinnedRun, workplace: Workplace, limited: bool) -> list[st
     words = ["meshwright", "plan", str(request.network), "--hw", request.hardware, "--devices", str(run.devices)]
     words += ["--global-batch", str(run.global_batch), "--precision", run.precision]
     stated = {
-        "--seq-len": run.sequence_length, "--optimizer": run.optimizer, "--software": run.software,
+        "--seq-len": run.sequence_length, "--optimizer": run.optimizer, "--software": run.software or USUAL,
         "--attention": run.attention, "--norms": run.norms,
     }  # fmt: skip
     for option, value in stated.items():

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import yaml
 
+from planner.cost.software import fusion_of
 from planner.planning.planning import PlanRequest, PlanResult, capture_for, plan_network
 from planner.planning.shared_tables import SharedTables
 from planner.published.estimate.training_run import RunPrediction, TrainingRun
@@ -86,7 +87,8 @@ class Workplace:
 
 def network_key(run: PinnedRun) -> tuple[str, ...]:
     """What the graph of a run depends on."""
-    return (run.network, run.adapters, str(run.sequence_length), run.attention, run.norms)
+    fusion = fusion_of(run.software)
+    return (run.network, run.adapters, str(run.sequence_length), run.attention, run.norms, fusion)
 
 
 class Planner:

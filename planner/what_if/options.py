@@ -85,31 +85,35 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
     ProfileError
         A profile is missing or malformed.
     """
-    from planner.cost.software import as_run, norms_of
+    from planner.cost.software import USUAL, as_run, norms_of
+    from planner.planning.planning import with_usual_software
     from planner.plans.request import PlanRequest
 
+    named = "" if options.software == USUAL else options.software
     for name in options.hardware:
-        as_run(load_profile(name), options.software, options.attention).with_headroom(options.memory_headroom)
-    norms_of(options.software, options.norms)
+        as_run(load_profile(name), named, options.attention).with_headroom(options.memory_headroom)
+    norms_of(named, options.norms)
     _, batches = batch_rule(options)
     return tuple(
-        PlanRequest(
-            network=options.network,
-            hardware=name,
-            devices=devices,
-            global_batch=batches[devices],
-            sequence_length=options.sequence_length,
-            precision=options.precision,
-            optimizer=options.optimizer,
-            search_mode=options.search_mode,
-            parallel_mode=options.parallel_mode,
-            pins=dict(options.pins),
-            software=options.software,
-            attention=options.attention,
-            norms=options.norms,
-            memory_headroom=options.memory_headroom,
-            top=1,
-            sensitivity=False,
+        with_usual_software(
+            PlanRequest(
+                network=options.network,
+                hardware=name,
+                devices=devices,
+                global_batch=batches[devices],
+                sequence_length=options.sequence_length,
+                precision=options.precision,
+                optimizer=options.optimizer,
+                search_mode=options.search_mode,
+                parallel_mode=options.parallel_mode,
+                pins=dict(options.pins),
+                software=options.software,
+                attention=options.attention,
+                norms=options.norms,
+                memory_headroom=options.memory_headroom,
+                top=1,
+                sensitivity=False,
+            )
         )
         for name in dict.fromkeys(options.hardware)
         for devices in sorted(set(options.device_counts))

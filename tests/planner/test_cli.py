@@ -33,6 +33,9 @@ COMMANDS = (
     ["profiles", "show"],
     ["profiles", "check"],
     ["profiles", "rank-table"],
+    ["software"],
+    ["software", "list"],
+    ["software", "show"],
 )
 PLAN = ["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "8"]
 
@@ -185,6 +188,7 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         (["calibrate", "--out", "new/local.yaml"], ["cannot write 'new/local.yaml'", "'new' does not exist"]),
         (["validate", "runs.csv"], ["runs.csv", "cannot read"]),
         (["profiles", "show", "dgx"], ["'dgx'"]),
+        (["software", "show", "megatron_cor"], ["'megatron_cor'", "did you mean 'megatron_core'"]),
         (["profiles", "check", "none.yaml"], ["none.yaml"]),
     ],
     ids=" ".join,
@@ -325,6 +329,16 @@ def test_lists() -> None:
     assert "dgx-a100" in run("profiles").stdout
     assert json.loads(run("profiles", "show", "dgx-a100", "--json").stdout)["rows"]
     assert "datasheet" in run("profiles", "show", "dgx-a100").stdout
+    software = json.loads(run("software", "--json").stdout)["software"]
+    assert run("software", "list", "--quiet").stdout.split() == [one["name"] for one in software]
+    usual = next(one["usual_for"] for one in software if one["name"] == "megatron_core")
+    assert usual == {"hopper": ["language"], "blackwell": ["language"]}
+    shown = json.loads(run("software", "show", "megatron_core", "--json").stdout)
+    assert all(row["source"] for row in shown["rows"])
+    assert {"fusion", "stacks.transformer_engine.launch_s", "memory.padded_vocabulary"} <= {
+        row["field"] for row in shown["rows"]
+    }
+    assert "whole training steps" in run("software", "show", "megatron_core").stdout
 
 
 def test_a_profile_file_is_checked() -> None:

@@ -291,5 +291,6 @@ def _prediction(
     if isinstance(lowered, LoweredPlan):
         prediction = predict(plan, lowered, hardware)[0]
         return prediction, prediction.step_time_s, notes
+    plan = replace(plan, software="")
     found = predict_pipeline(plan, checked_graph(plan), hardware)
     return found.prediction, found.result.length_s, notes

@@ -192,7 +192,7 @@ def _alike(graph: OperatorGraph, variables: Sequence[Variable]) -> tuple[int, ..
         for index in variable.nodes:
             node = graph.nodes[index]
             read = tuple(specs[ref.node][ref.output] for ref in node.tensor_inputs)
-            kind = (node.op, node.role, node.phase, node.kernel, node.product_dtype)
+            kind = (node.op, node.role, node.phase, node.kernel, node.product_dtype, node.moved)
             operators.append((*kind, node.flops, read, specs[index]))
         tensors = tuple(specs[ref.node][ref.output] for ref in (*first.reads, *first.writes))
         choices = tuple(number(unnamed(choice, first)) for choice in variable.choices)

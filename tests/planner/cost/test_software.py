@@ -10,16 +10,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner.cost.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of, norms_of
+from planner.cost.software import (
+    SOFTWARE,
+    NetworkFamily,
+    as_run,
+    as_run_by,
+    exchange_of,
+    machine_of,
+    norms_of,
+    usual_software,
+)
 from planner.cost.software_file import shipped_software
 from planner.cost.stacks import factors_of
 from planner.execution.launch.starting import check_options
 from planner.execution.run import ExecuteOptions
 from planner.graph.operator_graph import OperatorGraph
-from planner.graph.scaling import at_precision
 from planner.lowering.checked import checked_graph, lower
 from planner.planning.analytic import differing_term
-from planner.planning.planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
+from planner.planning.planning import (
+    Candidate,
+    PlanRequest,
+    PlanResult,
+    capture_for,
+    plan_network,
+    software_note,
+    with_usual_software,
+)
 from planner.planning.prediction import predict_plan
 from planner.planning.shared_tables import SharedTables
 from planner.plans.exchange import Exchange
@@ -51,7 +67,7 @@ def planned(software: str = "", attention: str = "", **pins: str) -> PlanResult:
         network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False,
         pins=pins, software=software, attention=attention,
     )  # fmt: skip
-    shared = SharedTables(captured("gpt2-tiny")) if not attention else None
+    shared = None if attention or software else SharedTables(captured("gpt2-tiny"))
     return plan_network(request, shared=shared)
 
 
@@ -115,7 +131,7 @@ def test_a_plan_says_in_its_file_what_it_is_for(attention: str, pins: dict[str, 
     found = planned("megatron_deepspeed", attention, **pins).candidates[0]
     read = plan_from_text(plan_to_text(found.plan)).plan
     assert (read.software, read.attention, read.norms) == ("megatron_deepspeed", attention, "")
-    again = predict_plan(read, at_precision(captured("gpt2-tiny", attention=attention), "bfloat16"), machine_of(read))
+    again = predict_plan(read, checked_graph(read), machine_of(read))
     assert again.step_time_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
     assert again.peak_memory_bytes == found.prediction.peak_memory_bytes
     differing = differing_term(found.prediction.analytic, found.prediction)
@@ -252,8 +268,49 @@ def test_execution_refuses_a_fused_kernel_that_it_cannot_choose(tmp_path: Path) 
 def test_pytorch_copies_around_convolutions() -> None:
     """The factor on convolutions is of runs without copies, and is not to shorten these."""
     copying = [name for name in SOFTWARE if COPIES in as_run_by(DGX, name).training]
-    assert copying == ["eager", "pytorch", "fsdp", "llm_foundry"]
+    assert sorted(copying) == ["eager", "fsdp", "llm_foundry", "pytorch"]
     hardware = as_run_by(DGX, "eager")
     factor = kernel_factor(hardware, Kernel.CONVOLUTION, "float16", 1)
     casts = shipped_software().layered.stacks["eager"]["casts"]
     assert hardware.training[COPIES] * factor == pytest.approx(casts)
+
+
+@pytest.mark.parametrize(
+    ("profile", "family", "sharded", "usual"),
+    [
+        ("dgx-h100", "language", False, "megatron_core"),
+        ("gb200-nvl72", "language", True, "torchtitan"),
+        ("dgx-a100", "language", False, "megatron"),
+        ("dgx-a100", "image", False, "torchtitan"),
+        ("ascend910b-atlas800t-a2", "language", False, "mindspeed"),
+    ],
+)
+def test_each_family_of_devices_has_its_usual_software(
+    profile: str, family: NetworkFamily, sharded: bool, usual: str
+) -> None:
+    hardware = load_profile(profile)
+    assert usual_software(hardware, family, sharded=sharded) == usual
+    calibrated = replace(hardware, uncertainty=replace(hardware.uncertainty, label="calibrated"))
+    assert usual_software(calibrated, family, sharded=sharded) == ""
+    assert usual_software(replace(hardware, device_name="a CPU"), family, sharded=sharded) == ""
+
+
+def test_a_request_that_names_no_software_is_for_the_usual_one() -> None:
+    request = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-h100", devices=8)
+    assert with_usual_software(request).software == "megatron_core"
+    sharded = {"tp": "1", "pp": "1", "optimizer_sharding": "zero3"}
+    assert with_usual_software(replace(request, pins=sharded)).software == "torchtitan"
+    assert with_usual_software(replace(request, software="usual")).software == ""
+    assert with_usual_software(replace(request, software="nemo")).software == "nemo"
+    assert "Megatron-Core with Transformer Engine (megatron_core)" in software_note("megatron_core")
+
+
+def test_attention_takes_the_kernel_of_the_software_on_the_device() -> None:
+    """cuDNN's on Hopper with Transformer Engine, unless another is asked for; the factor is device's times kernel's."""
+    h100, factors = load_profile("dgx-h100"), shipped_software().coefficients.attention
+    for software, attention, kernel in (
+        ("megatron_core", "", "vendor"), ("megatron_core", "flash2", "flash2"), ("torchtitan", "", "flash2"),
+    ):  # fmt: skip
+        found = as_run(h100, software, attention)
+        assert found.attention == kernel
+        assert found.training["planned_attention"] == pytest.approx(h100.training["attention"] * factors[kernel])

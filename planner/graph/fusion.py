@@ -1,0 +1,307 @@
+"""What fused kernels read and write: a graph whose operators say which of their tensors never pass through memory.
+
+Networks are written in single operators. Compilers and libraries run chains of them as one kernel, which reads each
+tensor from outside once and writes only what is read outside (Chen et al., TVM, arXiv:1802.04799, section 3; Ansel et
+al., PyTorch 2, ASPLOS 2024, section 4.2). The operators stay in the graph, for their placements and what is kept of
+them; `Node.moved` says what their kernels move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod, sqrt
+
+import networkx as nx
+
+from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph, Role, TensorRef
+from simulator.errors import InputError
+from simulator.program import Kernel, Phase
+
+COMPILER = "compiler"
+"""A compiler fuses chains of operators, and norms with what is in front of them (Inductor, XLA)."""
+LIBRARY = "library"
+"""A library has fused kernels for what stands between products, permutes tokens to their experts in one kernel, and
+multiplies what reads the same tensor at once (Megatron-Core with Transformer Engine; MindSpeed)."""
+SINGLE = "single"
+"""Operators run one by one (PyTorch without a compiler)."""
+KINDS = (COMPILER, LIBRARY, SINGLE)
+
+_POINTWISE = frozenset({Kernel.ELEMENTWISE, Kernel.ACCUMULATION, Kernel.ACTIVATION, Kernel.TRANSCENDENTAL, Kernel.COPY})
+_GATHERS = frozenset({"aten.gather.default"})
+"""Read at any place of a whole tensor, and pass on what they read."""
+_SCATTERS = frozenset({"aten.scatter.src", "aten.scatter_add.default"})
+"""Take what is made for them, and write to any place of a whole tensor."""
+_SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_full.default", "aten.zeros_like.default"})
+"""Read nothing of their tensor."""
+_RUN = (Role.OPERATOR, Role.GRADIENT_SUM)
+"""What a step runs; all else is there before."""
+_LOOKED_UP = 0.5
+"""Of what a gather moves, the part that it reads."""
+
+
+def check_fusion(kind: str) -> str:
+    """The kind, if it is one of `KINDS` or empty; InputError if not."""
+    if kind and kind not in KINDS:
+        raise InputError(f"fusion {kind!r} is not one of {', '.join(KINDS)}; choose one, or leave it out")
+    return kind
+
+
+def lying_bytes(graph: OperatorGraph, ref: TensorRef) -> float:
+    """Bytes of a tensor, or of the one that it repeats for other reasons than that the batch grows."""
+    source, spec = graph.nodes[ref.node], graph.spec(ref)
+    if source.op != "aten.expand.default":
+        return float(spec.size_bytes)
+    beneath = graph.spec(source.tensor_inputs[0])
+    return float((beneath if any(beneath.batch_dims) == any(spec.batch_dims) else spec).size_bytes)
+
+
+def in_memory(graph: OperatorGraph, ref: TensorRef) -> TensorRef:
+    """The tensor in memory that a tensor is a view of."""
+    while graph.nodes[ref.node].kernel is Kernel.VIEW and graph.nodes[ref.node].tensor_inputs:
+        ref = graph.nodes[ref.node].tensor_inputs[0]
+    return ref
+
+
+def with_fusion(graph: OperatorGraph, kind: str) -> OperatorGraph:
+    """The graph, not folded, with what the kernels of a kind of software move; as it is where no kind is named.
+
+    A chain is joined where nothing outside of it stands between its operators: operators whose longest ways from the
+    inputs have equally many kernels that cannot be joined. Values that a chain needs again backward, and can compute
+    from what it reads there anyway, are not written.
+    """
+    if not check_fusion(kind):
+        return graph
+    if kind == SINGLE:
+        return replace(graph, fusion=kind)
+    found = _Fusion(graph=graph, kind=kind)
+    moved = found.moved()
+    nodes = list(graph.nodes)
+    for index, shares in moved.items():
+        node = nodes[index]
+        rows = prod(product_parts(node, shares)) if node.kernel is Kernel.MATMUL else 1.0
+        nodes[index] = replace(node, moved=shares, flops=rows * node.flops)
+    return replace(graph, fusion=kind, nodes=tuple(nodes))
+
+
+def product_parts(node: Node, moved: tuple[float, ...]) -> tuple[float, float, float]:
+    """Parts of the rows, columns and depth of a product that are there, by those of its factors and its result."""
+    left, right, result = moved[len(node.tensor_inputs) - 2 : len(node.tensor_inputs) + 1]
+    return sqrt(left * result / right), sqrt(right * result / left), sqrt(left * right / result)
+
+
+def _block(node: Node) -> str:
+    """The path of the first numbered module that has an operator: chains end where blocks do, which are all alike."""
+    parts = node.module.split(".")
+    numbered = next((place for place, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: numbered + 1])
+
+
+@dataclass(frozen=True)
+class _Fusion:
+    """Kernels of a graph."""
+
+    graph: OperatorGraph
+    kind: str
+
+    def moved(self) -> dict[int, tuple[float, ...]]:
+        """Shares of inputs and outputs that kernels move, of those that do not move all."""
+        found: dict[int, tuple[float, ...]] = {}
+        for members in self.groups:
+            found |= self._of_group(members)
+        for index in self._beside_attention():
+            found[index] = self._nothing(index)
+        if self.kind == LIBRARY:
+            for index in self._sums_in_products():
+                found[index] = self._nothing(index)
+        for index, filled in self._filled():
+            before = found.get(index, (1.0,) * len(filled))
+            found[index] = tuple(one * other for one, other in zip(before, filled, strict=True))
+        return {index: shares for index, shares in found.items() if any(share != 1.0 for share in shares)}
+
+    def _nothing(self, index: int) -> tuple[float, ...]:
+        node = self.graph.nodes[index]
+        return (0.0,) * (len(node.tensor_inputs) + len(node.outputs))
+
+    @cached_property
+    def bases(self) -> list[TensorRef | None]:
+        """What each view looks at, None for other nodes."""
+        found: list[TensorRef | None] = []
+        for node in self.graph.nodes:
+            beneath = node.tensor_inputs[0] if node.kernel is Kernel.VIEW and node.tensor_inputs else None
+            found.append(beneath and (found[beneath.node] or beneath))
+        return found
+
+    def base(self, ref: TensorRef) -> TensorRef:
+        """The tensor in memory that a tensor is a view of."""
+        return self.bases[ref.node] or ref
+
+    @cached_property
+    def readers(self) -> Mapping[TensorRef, frozenset[int]]:
+        """Kernels that read each tensor in memory, also by views of it."""
+        found: dict[TensorRef, set[int]] = {}
+        for index, node in enumerate(self.graph.nodes):
+            if self.bases[index] is None:
+                for ref in node.tensor_inputs:
+                    found.setdefault(self.base(ref), set()).add(index)
+        return {ref: frozenset(users) for ref, users in found.items()}
+
+    def _passes_on(self, node: Node) -> bool:
+        """Whether what reads an operator's result can run in its kernel."""
+        return node.kernel in _POINTWISE or node.op in _GATHERS
+
+    def _takes(self, node: Node) -> bool:
+        """Whether an operator can run in the kernel that makes what it reads."""
+        norm = self.kind == COMPILER and node.kernel is Kernel.NORMALIZATION
+        return node.kernel in _POINTWISE or node.kernel is Kernel.REDUCTION or node.op in _SCATTERS or norm
+
+    def _joins(self, source: Node, target: Node) -> bool:
+        made = source.role in _RUN and source.phase is target.phase and _block(source) == _block(target)
+        return made and self._passes_on(source) and self._takes(target)
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """Kernels that cannot be joined on the longest way to each operator."""
+        nodes = self.graph.nodes
+        found = [0] * len(nodes)
+        for index, node in enumerate(nodes):
+            sources = [self.base(ref).node for ref in node.tensor_inputs] if node.role in _RUN else []
+            view = self.bases[index] is not None
+            steps = ((s, nodes[s].role in _RUN and not view and not self._joins(nodes[s], node)) for s in sources)
+            found[index] = max((found[s] + apart for s, apart in steps), default=0)
+        return found
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """Operators that share a kernel, in order; those that stand alone, too.
+
+        Chains that read the same tensor are joined as well.
+        """
+        nodes, level = self.graph.nodes, self.levels
+        shared: nx.Graph[int] = nx.Graph()
+        shared.add_nodes_from(i for i, node in enumerate(nodes) if self.bases[i] is None and node.role in _RUN)
+        beside: dict[tuple[TensorRef, Phase, str, int], int] = {}
+        for index in shared:
+            node = nodes[index]
+            for ref in map(self.base, node.tensor_inputs):
+                source = nodes[ref.node]
+                if source.role not in _RUN:
+                    continue
+                if level[ref.node] == level[index] and self._joins(source, node):
+                    shared.add_edge(ref.node, index)
+                if node.kernel in _POINTWISE:
+                    shared.add_edge(beside.setdefault((ref, node.phase, _block(node), level[index]), index), index)
+        return sorted(map(sorted, nx.connected_components(shared)))
+
+    @cached_property
+    def recomputed(self) -> Mapping[TensorRef, frozenset[int]]:
+        """What chains compute again backward rather than write it, with the operators that read it there."""
+        group_of = {index: members for members in self.groups for index in members}
+        found = {}
+        for members in self.groups:
+            for index in members if len(members) > 1 else ():
+                node, tensor = self.graph.nodes[index], TensorRef(index)
+                again = self.readers.get(tensor, frozenset()) - frozenset(members)
+                if node.phase is not Phase.FORWARD or node.kernel not in _POINTWISE or node.op == DROPOUT or not again:
+                    continue
+                if again == self.readers[tensor] or any(not self._computes(node, group_of[user]) for user in again):
+                    continue
+                found[tensor] = again
+        return found
+
+    def _computes(self, node: Node, members: list[int]) -> bool:
+        """Whether the operators of a kernel backward read all that makes a value of `node`."""
+        if any(
+            self.graph.nodes[i].phase is not Phase.BACKWARD or not self._takes(self.graph.nodes[i]) for i in members
+        ):
+            return False
+        read = {self.base(ref) for index in members for ref in self.graph.nodes[index].tensor_inputs}
+        return all(self.base(ref) in read for ref in node.tensor_inputs)
+
+    def _of_group(self, members: list[int]) -> dict[int, tuple[float, ...]]:
+        """Shares of what the operators of one kernel move."""
+        inside, left = frozenset(members), dict[TensorRef, float]()
+        if len(members) == 1 and self.graph.nodes[members[0]].op not in _SHAPED_LIKE:
+            return {}
+        found = {}
+        for index in members:
+            node = self.graph.nodes[index]
+            shares = [self._read(index, ref, inside, left) for ref in node.tensor_inputs]
+            unwritten = _LOOKED_UP if node.op in _GATHERS else 0.0
+            shares += [
+                1.0 if self._written(TensorRef(index, o), inside) else unwritten for o in range(len(node.outputs))
+            ]
+            found[index] = tuple(shares)
+        return found
+
+    def _read(self, index: int, ref: TensorRef, inside: frozenset[int], left: dict[TensorRef, float]) -> float:
+        """The share of one input that its kernel has not read for another operator."""
+        base, size = self.base(ref), lying_bytes(self.graph, ref)
+        made_here = base.node in inside or index in self.recomputed.get(base, ())
+        if made_here or self.graph.nodes[index].op in _SHAPED_LIKE or not size:
+            return 0.0
+        rest = left.setdefault(base, float(self.graph.spec(base).size_bytes))
+        taken = min(size, rest)
+        left[base] = rest - taken
+        return taken / size
+
+    def _written(self, tensor: TensorRef, inside: frozenset[int]) -> bool:
+        readers = self.readers.get(tensor, frozenset())
+        outside = readers - inside - self.recomputed.get(tensor, frozenset())
+        return bool(outside) or not readers or tensor == self.graph.loss
+
+    def _filled(self) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """The part of the experts' places that tokens fill, for what reads and writes these.
+
+        Networks give each expert as many places, some more than it gets tokens on average. Grouped products and the
+        permutation around them have rows for tokens alone (Gale et al., MegaBlocks, arXiv:2211.15841, section 4).
+        """
+        nodes = self.graph.nodes
+        places: dict[str, tuple[int, float]] = {}
+        for node in nodes:
+            if node.op == "aten.scatter.src" and node.phase is Phase.FORWARD and node.outputs[0].dtype == "int64":
+                tokens = self.graph.spec(node.tensor_inputs[-1]).elements
+                count = node.outputs[0].shape[-1] - 1  # one is for tokens without a place
+                if tokens < count:
+                    places[_block(node)] = (count, tokens / count)
+        fixed = {p.node for p in self.graph.parameters}
+        sums = {self.base(p.gradient) for p in self.graph.parameters if p.gradient is not None}
+        for index, node in enumerate(nodes):
+            if node.role not in _RUN or self.bases[index] is not None or _block(node) not in places:
+                continue
+            count, part = places[_block(node)]
+            ports = [*map(self.base, node.tensor_inputs), *(TensorRef(index, o) for o in range(len(node.outputs)))]
+            rows = [0 if ref.node in fixed or ref in sums else prod(self.graph.spec(ref).shape[:-1]) for ref in ports]
+            shares = tuple(part if each == count else 1.0 for each in rows)
+            if part in shares:
+                yield index, shares
+
+    def _beside_attention(self) -> Iterator[int]:
+        """Copies of keys and values for the heads that share them, and the sums of their gradients.
+
+        Fused kernels serve groups of heads as they lie (Ainslie et al., arXiv:2305.13245; FlashAttention-2, cuDNN and
+        FlashAttentionScore take fewer key than query heads).
+        """
+        nodes = self.graph.nodes
+        for index, node in enumerate(nodes):
+            if node.role is not Role.OPERATOR or node.kernel not in (Kernel.COPY, Kernel.REDUCTION):
+                continue
+            source = self.base(node.tensor_inputs[0])
+            readers = self.readers.get(TensorRef(index), frozenset())
+            repeats = self.graph.spec(source).elements < node.outputs[0].elements
+            copied = repeats and readers and all(nodes[user].kernel is Kernel.ATTENTION for user in readers)
+            summed = node.kernel is Kernel.REDUCTION and nodes[source.node].kernel is Kernel.ATTENTION
+            if (node.kernel is Kernel.COPY and copied) or summed:
+                yield index
+
+    def _sums_in_products(self) -> Iterator[int]:
+        """Sums of the gradients of a tensor that one product reads where the graph has several."""
+        summed: set[int] = set()
+        for index, node in enumerate(self.graph.nodes):
+            sources = [self.base(ref).node for ref in node.tensor_inputs]
+            if node.role is Role.GRADIENT_SUM and all(
+                source in summed or self.graph.nodes[source].op == "aten.mm.default" for source in sources
+            ):
+                summed.add(index)
+                yield index

@@ -1,0 +1,158 @@
+"""Fused kernels: what they read is written, chains pass through memory once, and the numbers stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from planner.cost.work import cast_bytes, traffic_sizes
+from planner.graph.folding import fold, unfold
+from planner.graph.fusion import COMPILER, LIBRARY, SINGLE, in_memory
+from planner.graph.kernel_shapes import kernel_shape
+from planner.graph.operator_graph import Node, OperatorGraph, Role
+from planner.graph.scaling import at_batch, at_precision
+from planner.graph.serialization import graph_from_json, graph_to_json
+from planner.networks import load_network
+from simulator.errors import InputError
+from simulator.program import Kernel, Phase
+from tests.oracles.graph_interpreter import assert_equals_autograd
+from tests.planner.graph.conftest import small_network
+
+NETWORKS = ("zoo:gpt2-tiny", "zoo:llama2-7b", "zoo:mixtral-8x7b", "zoo:resnet50")
+BYTES = 4
+
+
+def captured(network: str, kind: str) -> OperatorGraph:
+    return load_network(network, norms="fused", fusion=kind).capture()
+
+
+def moved_by(graph: OperatorGraph, module: str, phase: Phase) -> float:
+    """Bytes that operators of a module move between its products."""
+    apart = (Kernel.MATMUL, Kernel.ATTENTION, Kernel.VIEW)
+    nodes = [node for node in graph.nodes if node.module == module and node.phase is phase]
+    return sum(sum(traffic_sizes(graph, n)) for n in nodes if n.role is Role.OPERATOR and n.kernel not in apart)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("kind", [COMPILER, LIBRARY])
+def test_what_a_kernel_reads_another_one_writes(network: str, kind: str) -> None:
+    graph = captured(network, kind)
+    assert any(node.moved for node in graph.nodes)
+    written = {}
+    for index, node in enumerate(graph.nodes):
+        assert all(0.0 <= share <= 1.0 for share in node.moved)
+        shares = node.moved[len(node.tensor_inputs) :] or (1.0,) * len(node.outputs)
+        written |= {(index, output): share for output, share in enumerate(shares)}
+    for node in graph.nodes:
+        for ref, share in zip(node.tensor_inputs, node.moved or (1.0,) * len(node.tensor_inputs), strict=False):
+            source = graph.nodes[in_memory(graph, ref).node]
+            # Keys that are repeated for the heads that share them are read as they lie.
+            if share > 0 and node.kernel not in (Kernel.VIEW, Kernel.ATTENTION) and source.kernel is not Kernel.MATMUL:
+                merged = source.role is Role.GRADIENT_SUM or source.kernel in (Kernel.COPY, Kernel.REDUCTION)
+                assert written[in_memory(graph, ref)] > 0 or merged, (node.name, source.name)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("kind", [COMPILER, LIBRARY])
+def test_nothing_but_what_kernels_move_changes(network: str, kind: str) -> None:
+    graph, plain = captured(network, kind), captured(network, "")
+    assert graph.fingerprint == plain.fingerprint
+    bare = zip(graph.nodes, plain.nodes, strict=True)
+    assert replace(graph, fusion="", nodes=tuple(replace(n, moved=(), flops=p.flops) for n, p in bare)) == plain
+    assert fold(unfold(graph)).runs == plain.runs
+    assert graph_from_json(graph_to_json(graph)) == graph
+    for one, other in zip(graph.nodes, plain.nodes, strict=True):
+        assert sum(traffic_sizes(graph, one)) <= sum(traffic_sizes(plain, other))
+
+
+def test_rotary_embeddings_read_and_write_queries_and_keys_once() -> None:
+    graph = captured("zoo:llama2-7b", LIBRARY)
+    turned = next(n.outputs[0] for n in graph.nodes if n.op == "aten.neg.default" and n.role is Role.OPERATOR)
+    tables = 2 * 2 * prod(turned.shape[-2:]) * 2 * BYTES
+    moved = moved_by(graph, "blocks.1.attention", Phase.FORWARD)
+    assert moved == pytest.approx(2 * 2 * turned.elements * 2 * BYTES + tables)
+
+
+def test_a_gate_is_one_kernel_each_way() -> None:
+    """It reads gate and values and writes their product; backward reads these and a gradient and writes two."""
+    graph = captured("zoo:llama2-7b", LIBRARY)
+    nodes = {node.name: node for node in graph.nodes}
+    wide = nodes["blocks.1/silu"].outputs[0].size_bytes
+    forward = sum(sum(traffic_sizes(graph, nodes[f"blocks.1/{name}"])) for name in ("silu", "mul"))
+    names = ("mul", "mul.1", "silu_backward")
+    backward = sum(sum(traffic_sizes(graph, nodes[f"blocks.1/backward/{name}"])) for name in names)
+    assert (forward, backward) == (pytest.approx(3 * wide), pytest.approx(5 * wide))
+
+
+def test_tokens_are_permuted_in_kernels_that_move_them_once() -> None:
+    moved = {}
+    for kind in ("", LIBRARY):
+        graph = captured("zoo:mixtral-8x7b", kind)
+        gather = next(
+            node for node in graph.nodes if node.op == "aten.gather.default" and node.outputs[0].elements > 1e6
+        )
+        moved[kind] = moved_by(graph, gather.module, Phase.FORWARD) + moved_by(graph, gather.module, Phase.BACKWARD)
+    assert moved[LIBRARY] < 0.55 * moved[""]
+
+
+def test_grouped_products_have_rows_for_tokens_alone() -> None:
+    """Two experts of eight for each token: places for a quarter more are not multiplied."""
+    plain, graph = (captured("zoo:mixtral-8x7b", kind) for kind in ("", LIBRARY))
+    pairs = [(a, b) for a, b in zip(plain.nodes, graph.nodes, strict=True) if a.op == "aten.bmm.default"]
+    tokens = next(node.outputs[0].elements for node in graph.nodes if node.op == "aten.topk.default")
+    assert pairs
+    for one, other in pairs:
+        wide, narrow = kernel_shape(plain, one), kernel_shape(graph, other)
+        assert wide is not None
+        assert narrow is not None
+        assert prod(narrow.sizes) == pytest.approx(prod(wide.sizes) * other.flops / one.flops)
+        experts, rows, _, depth = narrow.sizes
+        assert tokens in (pytest.approx(experts * rows), pytest.approx(experts * depth))
+
+
+def test_numbers_stay() -> None:
+    network = replace(small_network("llama"), fusion=LIBRARY)
+    graph = unfold(at_precision(at_batch(network.capture(), 2), "float64"))
+    assert_equals_autograd(graph, small_network("llama").build(seed=1).double(), seed=2)
+
+
+def test_a_library_casts_gradients_alone_to_eight_bits() -> None:
+    casts = {}
+    for kind in ("", LIBRARY):
+        graph = at_precision(captured("zoo:llama2-7b", kind), "float8_e4m3fn")
+        nodes = [node for node in graph.nodes if node.product_dtype]
+        casts[kind] = {node.name: cast_bytes(graph, node, _whole(node)) for node in nodes}
+    assert sum(casts[LIBRARY].values()) < 0.4 * sum(casts[""].values())
+    assert all(casts[LIBRARY][name] > 0 for name in casts[""] if "backward" in name)
+
+
+def _whole(node: Node) -> list[float]:
+    return [1.0] * (len(node.tensor_inputs) + len(node.outputs))
+
+
+def test_a_compiler_reads_for_norms_what_it_sums() -> None:
+    """A norm behind a sum is one kernel with it: the sum is written, and not read again."""
+    graph = captured("zoo:llama2-7b", COMPILER)
+    norms = [n for n in graph.nodes if n.kernel is Kernel.NORMALIZATION and n.phase is Phase.FORWARD]
+    joined = [n for n in norms if n.moved and n.moved[0] == 0.0]
+    assert joined
+    assert not [n for n in captured("zoo:llama2-7b", LIBRARY).nodes if n.kernel is Kernel.NORMALIZATION and n.moved]
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(InputError, match="fusion 'all' is not one of compiler, library, single"):
+        load_network("zoo:gpt2-tiny", fusion="all")
+
+
+@pytest.mark.parametrize("kind", [COMPILER, LIBRARY, SINGLE])
+def test_losses_of_training_software_are_computed_in_float32(kind: str) -> None:
+    """36 bytes a logit of 16 bits both ways, and as the operators have it in float32."""
+    for precision, each in (("bfloat16", 36.0), ("float32", 4.0 * 6)):
+        graph = at_precision(captured("zoo:gpt2-tiny", kind), precision)
+        nodes = [
+            node for node in graph.nodes if "log_softmax" in node.op or node.op == "aten.nll_loss_backward.default"
+        ]
+        logits = max(spec.elements for node in nodes for spec in node.outputs)
+        assert sum(sum(traffic_sizes(graph, node)) for node in nodes) == pytest.approx(each * logits, rel=0.01)
