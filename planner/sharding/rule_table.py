@@ -61,6 +61,8 @@ _POINTWISE: dict[str, Family] = {
     DROPOUT: families.pointwise((0,)),
     "aten.complex.default": families.pointwise((0, 1)),
     "aten.polar.default": families.pointwise((0,)),
+    "aten.log_sigmoid_forward.default": families.pointwise(),
+    "aten.log_sigmoid_backward.default": families.pointwise((0,)),
     "aten._prelu_kernel.default": families.pointwise(),
     "aten._prelu_kernel_backward.default": families.pointwise((0,)),
 }
