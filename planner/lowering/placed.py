@@ -132,7 +132,7 @@ class PlacedGraph:
         self.sizes = options.mesh.sizes
         axes = len(self.sizes)
         self.replicated: Placements = (REPLICATE,) * axes
-        self._recipes: dict[tuple[int, int, str], Recipe] = {}
+        self._recipes: dict[tuple[int, int, str, tuple[float, ...]], Recipe] = {}
         self._recipe_of: list[Recipe | None] = [None] * len(graph.nodes)
         self._gathered: dict[int, list[Placements]] = {}
         self._gradient_paths: dict[TensorRef, tuple[tuple[Step, ...], tuple[Step, ...]]] = {}
