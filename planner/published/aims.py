@@ -15,6 +15,9 @@ TRANSFORMERS = "transformers on A100 and H100, stated in full"
 ASCEND = "Ascend"
 CONVOLUTIONAL = "vision networks and others"
 FSDP = "fully sharded (FSDP, ZeRO-3)"
+EXPERTS = "experts"
+LOW_PRECISION = "products in 8 and 4 bits"
+ADAPTERS = "adapters of frozen networks"
 IN_PART = "transformers on A100 and H100, stated in part"
 ELSEWHERE = "transformers on other devices"
 FUNCTIONAL = "functional tests: tiny networks, deterministic kernels"
@@ -62,6 +65,12 @@ def group_of(run: TrainingRun, *, complete: bool = True) -> str:
         return ASCEND
     if isinstance(run.network, LayeredNetwork):
         return CONVOLUTIONAL
+    if run.setup.trained_fraction < 1:
+        return ADAPTERS
+    if run.network.experts is not None:
+        return EXPERTS
+    if run.setup.precision in ("fp8", "fp4"):
+        return LOW_PRECISION
     if run.setup.optimizer_sharding is OptimizerSharding.ZERO3:
         return FSDP
     if family not in ("ampere", "hopper"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from planner.cost.memory_traits import traits_of
 from planner.cost.software import SOFTWARE
@@ -15,6 +16,7 @@ from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.work import OPTIMIZERS
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.hints import Hint, hint
+from planner.plans.request import SIZES
 from planner.published.estimate.layered.sequence import padded_frames
 from planner.published.estimate.stage_parameters import local_vocabulary
 from planner.published.estimate.training_run import (
@@ -43,6 +45,9 @@ OWN_SAMPLES = Exchange(cross_batch=True)
 """Batch norms of ``DistributedDataParallel`` see a rank's samples alone (documentation of `torch.nn.SyncBatchNorm`)."""
 ROUNDED = 0.01
 """Part of its width by which a network may be planned wider or narrower, so that its heads divide it."""
+MEGATRON_BUCKET, MEGATRON_BUCKET_OF_RANK = 40e6, 1e6
+PYTORCH_BUCKET_MB = 25
+LARGEST_BUCKET_MB = SIZES["bucket_mb"][1]
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 
@@ -217,6 +222,8 @@ def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
         pins["shard_size"] = str(setup.shard_group or setup.dp // _expert_axis(setup))
     if stages := _stage_layers(run):
         pins["stage_layers"] = "-".join(map(str, stages))
+    if setup.dp > 1:
+        pins |= _messages(setup, sharding)
     pins |= _recompute(setup, notes)
     for kept in ("offload_optimizer", "offload_parameters", "offload_activations"):
         if getattr(setup, kept):
@@ -227,6 +234,25 @@ def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
             pins["tensor_overlap"] = "true"
     if setup.pp > 1:
         pins["schedule"] = _schedule(setup, notes)
+    return pins
+
+
+def _messages(setup: TrainingSetup, sharding: OptimizerSharding) -> dict[str, str]:
+    """Size of gradient messages as the software has it, and no parameter that stays whole beside sharded ones.
+
+    DeepSpeed reduces ``reduce_bucket_size`` elements at once. Megatron-Core makes buckets of 40 million elements, or
+    of a million for each rank where that is more, and one bucket of all where messages do not overlap
+    (``distributed/distributed_data_parallel.py``). ``DistributedDataParallel`` has ``bucket_cap_mb=25``.
+    """
+    elements = setup.reduce_bucket_elements
+    if setup.stack in (Stack.MEGATRON, Stack.TRANSFORMER_ENGINE) and not elements:
+        elements = max(MEGATRON_BUCKET, MEGATRON_BUCKET_OF_RANK * setup.dp) if setup.overlap_gradients else inf
+    pins = {} if sharding is OptimizerSharding.NONE else {"sharding_threshold_kb": "0"}
+    if elements:
+        each = 4 if setup.precision in ("fp32", "tf32") else 2
+        pins["bucket_mb"] = str(round(max(1.0, min(elements * each / 2**20, LARGEST_BUCKET_MB))))
+    elif setup.stack in (Stack.EAGER, Stack.COMPILED, Stack.CHANNELS_LAST):
+        pins["bucket_mb"] = str(PYTORCH_BUCKET_MB)
     return pins
 
 

@@ -6,8 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from planner.published.aims import AIMS, ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, IN_PART, TRANSFORMERS, group_of
+from planner.published.aims import (
+    ADAPTERS,
+    AIMS,
+    ASCEND,
+    CONVOLUTIONAL,
+    ELSEWHERE,
+    EXPERTS,
+    FSDP,
+    IN_PART,
+    LOW_PRECISION,
+    TRANSFORMERS,
+    group_of,
+)
 from planner.published.estimate.training_run import (
+    Experts,
     LayeredNetwork,
     OptimizerSharding,
     TrainingRun,
@@ -21,6 +34,9 @@ SHAPE = TransformerShape(
     name="any", layers=2, hidden=64, heads=2, key_value_heads=2, head_size=32, feed_forward=256, vocabulary=100,
     sequence_length=32,
 )  # fmt: skip
+
+
+MIXTURE = Experts(count=4, per_token=2, feed_forward=64)
 
 
 def run(profile: str, *, layered: bool = False, sharding: OptimizerSharding = OptimizerSharding.NONE) -> TrainingRun:
@@ -40,6 +56,9 @@ def run(profile: str, *, layered: bool = False, sharding: OptimizerSharding = Op
         (run("ascend910b-atlas800t-a2", layered=True), True, ASCEND),
         (run("dgx1-v100", layered=True), False, CONVOLUTIONAL),
         (run("dgx-a100", sharding=OptimizerSharding.ZERO3), True, FSDP),
+        (replace(run("dgx-h100"), setup=TrainingSetup(devices=1, precision="fp8")), True, LOW_PRECISION),
+        (replace(run("dgx-h100"), setup=TrainingSetup(devices=1, trained_fraction=0.01)), True, ADAPTERS),
+        (replace(run("dgx-b200"), network=replace(SHAPE, experts=MIXTURE)), False, EXPERTS),
     ],
 )
 def test_groups(made: TrainingRun, complete: bool, group: str) -> None:

@@ -88,3 +88,22 @@ def test_larger_batches_of_utterances_are_planned_and_predicted_longer(tmp_path:
 def test_networks_have_no_factory_without_frames() -> None:
     with pytest.raises(AttributeError, match="frames_many"):
         getattr(quartznet_module, "frames_many")  # noqa: B009 - the name is no attribute of a module as it is written
+
+
+@pytest.mark.parametrize(
+    ("stated", "bucket"),
+    [
+        ({"framework": "Megatron-LM"}, "16384"),
+        ({"framework": "Megatron-Core", "other_flags": "overlap-grad-reduce"}, "76"),
+        ({"framework": "Megatron-DeepSpeed"}, "954"),
+        ({"framework": "PyTorch DDP"}, "25"),
+    ],
+)
+def test_gradients_travel_in_messages_of_the_software(stated: dict[str, str], bucket: str, tmp_path: Path) -> None:
+    """Plans would choose the size that suits them, which no framework does."""
+    (row,) = read_measurements(
+        write_measurements(tmp_path / "m.csv", {"n_accels": "8", "tp": "2", "pp": "1", **stated})
+    )
+    pins = dict(read_run(row).pins)
+    assert pins["bucket_mb"] == bucket
+    assert pins["sharding_threshold_kb"] == "0"
