@@ -15,7 +15,7 @@ from planner.lowering.instructions import Accumulate, Compute, Update
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
-from planner.planning.pipeline_prediction import rank_memory
+from planner.planning.prediction import rank_memory
 from planner.plans.plan import Plan
 from planner.sharding.local_operator import Alone, prepare
 from simulator.hardware import load_profile

@@ -70,7 +70,7 @@ def test_the_messages_that_run_are_those_that_are_timed(
     executed = lower_stages(plan, graph)
     for stage, instructions in enumerate(executed.stages):
         for key, one in instructions.passes.items():
-            tasks = [timed.work.tasks[number] for number in timed.work.passes[stage][key]]
+            tasks = [timed.work.tasks[number] for number in timed.work.passes[stage][key].numbers]
             collectives = [task for task in tasks if task.collective is not None]
             assert len(tasks) == len(one.instructions)
             assert [_kind(task) for task in collectives] == list(_kinds(one, executed.mesh.axes))

@@ -20,8 +20,7 @@ from planner.networks import load_network
 from planner.planning.analytic import analytic_breakdown, differing_term
 from planner.planning.configured import Configured
 from planner.planning.documents import prediction_document
-from planner.planning.pipeline_prediction import predict_pipeline
-from planner.planning.prediction import predict_plan
+from planner.planning.prediction import predict_plan, simulate_plan
 from planner.plans.exchange import Exchange
 from planner.plans.plan import Certificate, Status
 from planner.plans.request import PRECISIONS, Pins
@@ -153,7 +152,7 @@ def test_what_waits_for_the_gradients_of_weights_is_as_their_operators_read_it(r
     picked = zip(placed.tables.chain.positions, placed.partition.labels, strict=True)
     waiting = np.array([placed.tables.units[unit].waiting_bytes[label] for unit, label in picked])
     starts = [0, *placed.partition.ends[:-1]]
-    lowered = predict_pipeline(scored.plan, search.graph, search.hardware).lowered.sizes.weight_activations
+    lowered = simulate_plan(scored.plan, search.graph, search.hardware).lowered.sizes.weight_activations
     assert np.add.reduceat(waiting, starts) == pytest.approx(np.asarray(lowered), rel=0.03)
 
 
