@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 
 from planner.planning.prediction import OperatorRun, SimulatedPlan, operator_run, simulate_plan
 from simulator.pipeline_memory import RankMemory
-from simulator.pipeline_operators import EPILOGUE, MEETING, PROLOGUE
+from simulator.pipeline_operators import EPILOGUE, LABELS, MEETING, PROLOGUE, STREAMS
 from simulator.pipeline_trace import action_times
 from simulator.program import Phase
 from simulator.quantities import GIB, seconds_text
@@ -61,14 +61,22 @@ class Picture:
 
 
 def step_picture(found: SimulatedPlan, *, title: str) -> Picture:
-    """Picture of a step, a lane for each rank: passes, updates and the collectives that all wait for."""
+    """Picture of a step, a lane for each rank: passes, updates and the collectives that all wait for.
+
+    A rank alone has lanes for its messages as well.
+    """
     run, ranks = operator_run(found), found.lowered.schedule.ranks
     drawn = np.unique(np.linspace(0, ranks - 1, min(ranks, MAX_LANES)).round().astype(int)).tolist()
+    lanes, bars = [_lane(rank) for rank in drawn], list(_bars(found.lowered.schedule, run, frozenset(drawn)))
+    if ranks == 1:
+        sent = list(_messages(run))
+        lanes += dict.fromkeys(lane for lane, *_ in sent)
+        bars += sent
     return Picture(
         title=title,
         step_time_s=found.result.length_s,
-        lanes=[_lane(rank) for rank in drawn],
-        bars=list(_bars(found.lowered.schedule, run, frozenset(drawn))),
+        lanes=lanes,
+        bars=bars,
         curves=[_curve(run.memory[rank], found.result.length_s) for rank in drawn],
     )
 
@@ -99,6 +107,14 @@ def _bars(schedule: Schedule, run: OperatorRun, drawn: frozenset[int]) -> Iterat
             rank = int(run.table.stream_rank[run.table.stream[task]])
             if rank in drawn and run.times[1][task] > run.times[0][task]:
                 yield _lane(rank), kind, float(run.times[0][task]), float(run.times[1][task])
+
+
+def _messages(run: OperatorRun) -> Iterator[Bar]:
+    """Every message of the passes, in the lane of its stream; in order of time within a lane."""
+    for stream in range(1, STREAMS):
+        tasks = np.flatnonzero((run.table.label == stream) & (run.times[1] > run.times[0]))
+        for task in tasks[np.argsort(run.times[0][tasks], kind="stable")].tolist():
+            yield LABELS[stream], "communication", float(run.times[0][task]), float(run.times[1][task])
 
 
 def _curve(memory: RankMemory, length_s: float) -> tuple[FloatArray, FloatArray]:
