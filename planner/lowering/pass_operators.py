@@ -96,12 +96,14 @@ def reports(tasks: Sequence[Task]) -> frozenset[int]:
 
 
 def pass_operators(
-    drafts: Sequence[Draft], times: TaskTimes, pairs: bool, beside: frozenset[int], links: Links
+    drafts: Sequence[Draft], times: TaskTimes, pairs: bool, beside: frozenset[int], links: Links, *, alone: bool
 ) -> list[tuple[Operators, PassTasks]]:
     """Times of the operators of passes; what messages that may hide take from kernels stands before each among them.
 
     A rank with kernels to run loses that much, whichever they are, and one that waits for the message loses nothing.
-    No pass waits for the messages in ``beside``: they travel beside, unless what passes wait for does so as well.
+    No pass waits for the messages in ``beside``: they travel beside, unless what passes wait for does so as well. On a
+    stage ``alone`` what passes wait for takes turns with the messages beside it on the same axis, as messages of one
+    communicator do; in pipelines it is taken to have a stream of its own.
     """
     # One array for all passes, cut at the end.
     begins = np.cumsum([0, *(len(draft.stream) for draft in drafts)])
@@ -118,6 +120,8 @@ def pass_operators(
     size = len(streams) + int(added[-1])
     rows, kind = np.zeros(size, dtype=np.int64), np.full(size, KERNELS, dtype=np.int64)
     lasts, ahead = np.zeros(size), np.zeros(size, dtype=np.bool_)
+    if alone:
+        streams = np.array([stream for draft in drafts for stream in _in_turn(draft, beside, links.tasks)])
     rows[place], kind[place], lasts[place] = waits, streams, taken
     ahead[place] = [one for draft in drafts for one in draft.ahead]
     before = place[slows] - 1
@@ -160,6 +164,22 @@ def _streams(draft: Draft, beside: frozenset[int]) -> Sequence[int]:
     return [
         BESIDE if stream == MESSAGES and beside.issuperset(tasks) else stream
         for stream, tasks in zip(draft.stream, draft.tasks, strict=True)
+    ]
+
+
+def _in_turn(draft: Draft, beside: frozenset[int], tasks: Sequence[Task]) -> Sequence[int]:
+    """Streams where messages of the axes that are sent along beside the pass share one."""
+
+    def axes(numbers: Sequence[int]) -> set[str]:
+        return {tasks[n].axis for n in numbers if tasks[n].collective is not None}
+
+    shared: set[str] = set()
+    for stream, numbers in zip(draft.stream, draft.tasks, strict=True):
+        if stream == BESIDE:
+            shared |= axes(numbers)
+    return [
+        BESIDE if stream == MESSAGES and not shared.isdisjoint(axes(numbers)) else stream
+        for stream, numbers in zip(_streams(draft, beside), draft.tasks, strict=True)
     ]
 
 

@@ -164,7 +164,9 @@ def lower_pipeline(
     distinct = {id(draft): draft for passes in drafts.values() for draft in passes.values()}
     told = reports(work.tasks)
     links = Links(hardware=met, devices=plan.devices, axes=_axes(lowering), tasks=work.tasks)
-    operators = dict(zip(distinct, pass_operators([*distinct.values()], times, pairs, told, links), strict=True))
+    alone = schedule.ranks == 1
+    made_of = pass_operators([*distinct.values()], times, pairs, told, links, alone=alone)
+    operators = dict(zip(distinct, made_of, strict=True))
     made, ran = (
         {key: {place: operators[id(draft)][n] for place, draft in passes.items()} for key, passes in drafts.items()}
         for n in range(2)

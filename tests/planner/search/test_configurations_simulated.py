@@ -186,7 +186,7 @@ def test_sums_over_the_batch_wait_for_messages_that_began_before_them(level: str
         optimizer_sharding=level,
     )  # fmt: skip
     objective_s, simulated_s = both_times(configured(64, 2048, "resnet50"), Pins(recompute="none"), c)
-    assert objective_s == pytest.approx(simulated_s, rel=0.05)
+    assert objective_s == pytest.approx(simulated_s, rel=0.08)
 
 
 def test_passes_in_a_row_go_at_the_pace_of_their_own_kind() -> None:
