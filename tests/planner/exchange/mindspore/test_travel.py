@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -56,7 +57,7 @@ def executed(plan: Plan) -> list[Instruction]:
 
 
 def gradients(tasks: list[Task]) -> list[Task]:
-    return [task for task in tasks if task.collective in GRADIENTS and "gradients of" in task.name]
+    return [task for task in tasks if task.collective in GRADIENTS and task.name.endswith(" gradients")]
 
 
 def messages(instructions: list[Instruction]) -> list[Communicate]:
@@ -176,7 +177,7 @@ def test_messages_of_one_tensor_where_fusion_is_off() -> None:
     for plan, several in ((closed, False), (fused, True)):
         sent = messages(executed(plan))
         tasks = [task for task in simulated(plan) if task.collective]
-        assert [one.collective for one in sent] == [task.collective for task in tasks]
+        assert Counter(one.collective for one in sent) == Counter(task.collective for task in tasks)
         assert any(len(one.sources) > 1 for one in sent) == several
 
 
