@@ -9,6 +9,7 @@ import pytest
 
 import planner
 from planner import AutoParallelContext, ContextError, Planned
+from planner.execution.measuring.recorded import timed_instructions
 from planner.graph.scaling import at_precision
 from planner.lowering.checked import checked_graph, lower
 from planner.lowering.instructions import Communicate
@@ -34,7 +35,9 @@ def planned(network: str = "zoo:mlp", *, pins: dict[str, str] | None = None, **k
 
 def messages(plan: Plan) -> list[Task]:
     graph = at_precision(load_network(plan.network, sequence_length=plan.sequence_length).capture(), "bfloat16")
-    tasks = lower_pipeline(plan, graph, load_profile("dgx-a100")).work.tasks
+    found = lower_pipeline(plan, graph, load_profile("dgx-a100"))
+    counts = found.work.counts(found.schedule).astype(int).tolist()
+    tasks = [task for task, count in zip(found.work.tasks, counts, strict=True) for _ in range(count)]
     return [task for task in tasks if task.collective is not None]
 
 
@@ -63,8 +66,9 @@ def test_the_size_of_messages_is_that_of_the_simulated_program() -> None:
         found = planned(**mode, comm_fusion={"allreduce": {"mode": "size", "config": size}}).plan
         assert found.bucket_bytes == size * 2**20
         counts[size] = sum(task.collective is Collective.ALL_REDUCE for task in messages(found))
-        stage = lower_stages(found, checked_graph(found)).stages[0]
-        executed = [i for one in stage.passes.values() for i in one.instructions if isinstance(i, Communicate)]
+        lowered = lower_stages(found, checked_graph(found))
+        run = [one for one, _, times in timed_instructions(lowered, 0) for _ in range(times)]
+        executed = [one for one in run if isinstance(one, Communicate)]
         assert counts[size] == sum(i.collective is Collective.ALL_REDUCE for i in executed)
     assert counts[1] > counts[64] >= 1
     auto = planned(**mode, comm_fusion={"allreduce": {"mode": "auto"}}).plan
