@@ -19,7 +19,8 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from planner.graph.operator_graph import OperatorGraph
-from planner.planning.planning import PlanRequest, capture_for, lower, plan_network
+from planner.lowering.checked import lower
+from planner.planning.planning import PlanRequest, capture_for, plan_network
 from planner.plans.plan import Plan
 from simulator import engine
 from simulator.hardware import load_profile

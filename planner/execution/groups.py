@@ -39,9 +39,11 @@ def make_groups(wanted: Sequence[Groups], timeout: timedelta) -> tuple[dist.Proc
 
 def own_group(groups: Iterable[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
     """Make these groups and return the one that this rank is in."""
-    rank, mine = dist.get_rank(), None
+    rank = dist.get_rank()
+    mine: dist.ProcessGroup | None = None
     for ranks in groups:
         group = dist.new_group(list(ranks), timeout=timeout)
         if rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
             mine = group
     return mine

@@ -106,7 +106,7 @@ class AxisPeers:
         assert group is not None  # operators meet ranks of axes they are on
         return group
 
-    def _run(self, axis: int, message: Callable[[], None]) -> None:
+    def _run(self, axis: int, message: Callable[[], object]) -> None:
         if self._watch is None:
             message()
         else:

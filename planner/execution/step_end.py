@@ -99,9 +99,11 @@ def keep_checkpoints(
     All ranks wait for the slowest disk, longer than they would for a message.
     """
     orders = job.checkpoints
-    group = None
+    group: dist.ProcessGroup | None = None
     if orders.save is not None or orders.resume is not None:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(DISK_TIMEOUT_S, job.timeout_s)))
+        made = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(DISK_TIMEOUT_S, job.timeout_s)))
+        assert isinstance(made, dist.ProcessGroup)
+        group = made
     if orders.resume is not None:
         load_checkpoint(orders.resume, kept.parameters, steps, where, group)
 

@@ -167,10 +167,8 @@ def lower_pipeline(
     alone = schedule.ranks == 1
     made_of = pass_operators([*distinct.values()], times, pairs, told, links, alone=alone)
     operators = dict(zip(distinct, made_of, strict=True))
-    made, ran = (
-        {key: {place: operators[id(draft)][n] for place, draft in passes.items()} for key, passes in drafts.items()}
-        for n in range(2)
-    )
+    made = {key: {place: operators[id(draft)][0] for place, draft in passes.items()} for key, passes in drafts.items()}
+    ran = {key: {place: operators[id(draft)][1] for place, draft in passes.items()} for key, passes in drafts.items()}
     costs = OperatorCosts(
         passes={kind: [made[key][kind, PLAIN] for key in keys] for kind in kinds},
         first={kind: [made[key][kind, FIRST] for key in keys] for kind in kinds if (kind, FIRST) in made[keys[0]]},

@@ -248,9 +248,10 @@ def _make(
         settings = {**settings, MODEL_TYPES[kind].layers[0]: depth}
     settings = {key: value for key, value in settings.items() if key != PREDICTED}
     length, predicted = lengths
-    return _built(
+    module: nn.Module = _built(
         lambda m: m.trained(paths, kind, settings, length, adapters=adapters, predicted=predicted), paths[0], kind
     )
+    return module
 
 
 Made = TypeVar("Made")
@@ -307,8 +308,9 @@ def _make_any(
     paths: tuple[str, str], kind: str, settings: Mapping[str, Any], architectures: object, length: int,
     adapters: Adapters | None, depth: int | None,
 ) -> nn.Module:  # fmt: skip
-    return _built(
+    module: nn.Module = _built(
         lambda m: m.trained(paths, kind, settings, length, architectures=architectures, adapters=adapters),
         paths[0],
         kind,
     )
+    return module

@@ -173,7 +173,8 @@ def _difference(expected: Tensor, found: Tensor, spread: float, op: str) -> floa
     if op.split(".")[1] in _UNDEFINED or not expected.numel():
         return 0.0
     if expected.is_complex():
-        return _difference(*map(torch.view_as_real, (expected.resolve_conj(), found.resolve_conj())), spread, op)
+        parts = [torch.view_as_real(tensor.resolve_conj()) for tensor in (expected, found)]
+        return _difference(parts[0], parts[1], spread, op)
     if not expected.is_floating_point():
         return 0.0 if expected.equal(found) else inf
     if not (expected.isfinite() == found.isfinite()).all():

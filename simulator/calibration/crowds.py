@@ -48,9 +48,11 @@ def _crowd(device: torch.device, size: int) -> CrowdTimes:
     world, rank = dist.get_world_size(), dist.get_rank()
     members = [range(first, first + size) for first in range(0, world, size)]
     groups = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in members]
+    mine = groups[rank // size]
+    assert isinstance(mine, dist.ProcessGroup)
     behind, found = BehindComputation(device), list[float]()
     for payload in SIZES:
-        call = calls_of(payload, device, groups[rank // size])[Collective.ALL_REDUCE]
+        call = calls_of(payload, device, mine)[Collective.ALL_REDUCE]
         call(0)
         behind.begin()
         calls = gathered_calls([behind.call(partial(call, number)) for number in range(CALLS)], device)

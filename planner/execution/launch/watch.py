@@ -84,7 +84,7 @@ class Watch:
         self._alarm: str | None = None
         self._explained: Exception | None = None
         self._alarmed_at = 0.0
-        self._talk = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
+        self._talk = PrefixStore("watch", store.clone())
         self._talk.set(f"beat/{rank}", "0")
         self._threads = [
             threading.Thread(target=self._talking, daemon=True, name="watch-talk"),

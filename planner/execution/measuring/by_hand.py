@@ -132,9 +132,9 @@ class TensorParallelPerceptron(nn.Module):
         """Loss of features ``(batch, in)`` against targets ``(batch, out)``, the same on all ranks."""
         hidden = features
         for number in range(0, len(self.weights), 2):
-            entered = _Enter.apply(hidden)  # type: ignore[no-untyped-call]
+            entered = _Enter.apply(hidden)
             wide = nn.functional.linear(entered, self.weights[number], self.biases[number]).relu()
-            summed = _Leave.apply(nn.functional.linear(wide, self.weights[number + 1]))  # type: ignore[no-untyped-call]
+            summed = _Leave.apply(nn.functional.linear(wide, self.weights[number + 1]))
             hidden = summed + self.biases[number + 1]
             if number + 2 < len(self.weights):
                 hidden = hidden.relu()

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from planner.cli.app import app
 from planner.graph.scaling import at_batch
-from planner.planning.planning import PlanRequest, lower, plan_network
+from planner.lowering.checked import lower
+from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import read_plan
 from planner.plans.hints import hint
 from planner.plans.plan import Status, expanded_rules
