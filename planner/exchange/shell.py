@@ -24,7 +24,7 @@ class Script:
 def read_script(text: str) -> Script:
     r"""Read the options of all commands of a script; variables that it sets are put in where they are used.
 
-    >>> read_script('N=2\\nARGS=(\\n  --size $((N * 4))  # eight\\n  --fast\\n)').options
+    >>> read_script('N=2\nARGS=(\n  --size $((N * 4))  # eight\n  --fast\n)').options
     {'--size': ('8',), '--fast': ()}
     """
     variables: dict[str, str] = {}

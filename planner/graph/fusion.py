@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod, sqrt
 
-import networkx as nx
-
 from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph, Role, TensorRef
 from simulator.errors import InputError
 from simulator.program import Kernel, Phase
@@ -178,6 +176,8 @@ class _Fusion:
 
         Chains that read the same tensor are joined as well.
         """
+        import networkx as nx
+
         nodes, level = self.graph.nodes, self.levels
         shared: nx.Graph[int] = nx.Graph()
         shared.add_nodes_from(i for i, node in enumerate(nodes) if self.bases[i] is None and node.role in _RUN)

@@ -31,8 +31,9 @@ GRACE_S = 2.0
 def in_child(name: str, work: Callable[[], Result]) -> Result:
     """Return what `work` returns in a fork of this process, which nothing that it does changes.
 
-    Here and now where forks are not safe (Linux alone has them), and in processes that have a parent who watches them,
-    such as ranks. What the work prints goes to stderr, for stdout may be a document.
+    Here and now where forks are not safe (Linux alone has them), in processes that have a parent who watches them, such
+    as ranks, and in those that have trained: threads of autograd do not outlive a fork. What the work prints goes to
+    stderr, for stdout may be a document.
 
     Parameters
     ----------
@@ -62,9 +63,15 @@ def in_child(name: str, work: Callable[[], Result]) -> Result:
         child.join()
         child.close()
         receiving.close()
+    if isinstance(error, _NoAutogradError):
+        return work()
     if error is not None:
         raise error
     return found  # type: ignore[no-any-return]
+
+
+class _NoAutogradError(Exception):
+    """The fork cannot differentiate."""
 
 
 def _is_rank() -> bool:
@@ -84,6 +91,8 @@ def _run(name: str, work: Callable[[], Any], sending: Connection) -> None:
     try:
         _one_thread()
         outcome = work(), None
+    except _NoAutogradError as error:
+        outcome = None, error
     except MeshwrightError as error:
         outcome = None, error
     except BaseException as error:  # noqa: BLE001 such as an exit of the user's code
@@ -99,10 +108,15 @@ def _run(name: str, work: Callable[[], Any], sending: Connection) -> None:
 
 
 def _one_thread() -> None:
-    """Threads of OpenMP do not outlive a fork: a child that asked for them would wait for ever."""
+    """Threads do not outlive a fork: a child that asked OpenMP for them would wait for ever, and autograd refuses."""
     torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)
+    if torch is None:
+        return
+    torch.set_num_threads(1)
+    try:
+        torch.zeros(1, requires_grad=True).sum().backward()
+    except RuntimeError as error:
+        raise _NoAutogradError(str(error)) from error
 
 
 def _received(name: str, child: ForkProcess, receiving: Connection) -> tuple[Any, BaseException | None]:

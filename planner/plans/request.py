@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from planner.plans.capability import Capability, capability_of
 from planner.plans.exchange import UNASKED, Exchange
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
     from planner.networks.marks import Marks
     from planner.networks.network import Network
+    from planner.plans.capability import Capability
     from planner.plans.hints import Hint
 
 PRECISIONS: Mapping[str, str] = {
@@ -315,6 +315,8 @@ def _runnable(pins: Pins, request: PlanRequest) -> Pins:
 
     Where single operators or modules are fixed, what is asked for is not any framework's and nothing is added.
     """
+    from planner.plans.capability import capability_of  # loads pydantic, which --help does without
+
     table = capability_of(request.software) if request.software and not request.any_plan else None
     usual = request.parallel_mode == "auto_parallel" and request.search_mode == "dynamic_programming"
     if table is None or request.hints or not usual:

@@ -186,7 +186,7 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         (["what-if", "zoo:mlp", "--hw", "dgx-a100", "--devices", "9,11"], ["9 devices"]),
         (["calibrate", "--device", "tpu"], ["'tpu'", "cpu"]),
         (["calibrate", "--out", "new/local.yaml"], ["cannot write 'new/local.yaml'", "'new' does not exist"]),
-        (["validate", "runs.csv"], ["runs.csv", "cannot read"]),
+        (["validate", "runs.csv"], ["runs.csv", "does not exist"]),
         (["profiles", "show", "dgx"], ["'dgx'"]),
         (["software", "show", "megatron_cor"], ["'megatron_cor'", "did you mean 'megatron_core'"]),
         (["profiles", "check", "none.yaml"], ["none.yaml"]),

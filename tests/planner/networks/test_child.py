@@ -5,6 +5,7 @@ import faulthandler
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -105,6 +106,17 @@ def test_nothing_it_does_changes_this_process(tmp_path, capfd):
     assert (Path.cwd(), torch.get_default_dtype(), "MEDDLED" in os.environ) == (before, torch.float32, False)
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "said\n")
+
+
+def test_a_process_that_has_trained_does_it_itself():
+    script = (
+        "import os, torch; from planner.networks.child import in_child; "
+        "torch.nn.Linear(2, 2)(torch.zeros(1, 2)).sum().backward(); "
+        "work = lambda: (torch.nn.Linear(2, 2)(torch.zeros(1, 2)).sum().backward(), os.getpid())[1]; "
+        "in_child('py:a:b', work); print('done')"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (0, "done\n"), found.stderr
 
 
 class Crashing(nn.Module):

@@ -144,6 +144,8 @@ def test_every_pin_is_tried() -> None:
         "offload_activations",
         "recompute_messages",
         "order",
+        "stage_layers",
+        "recompute_layers",
     } == set(PIN_NAMES)
 
 
@@ -154,6 +156,7 @@ VALUES: Mapping[str, Any] = {
     **{name: st.sampled_from([1, 64]) for name in SIZES},
     "copies": st.sampled_from([1, 2]),
     "order": st.permutations(sorted(AXES_BY_PIN)).map(tuple),
+    "stage_layers": st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
 }
 
 
