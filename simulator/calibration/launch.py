@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -241,6 +242,10 @@ class _Workers:
             told.close()
 
     def _start(self) -> None:
+        # The server inherits this: an interrupt in the midst of its imports would end it with a traceback. The tracker
+        # comes first, because its start unblocks the signal.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self._size):
                 if self._ending.is_set():

@@ -72,6 +72,7 @@ def settle_worker(stopped_launcher: Callable[[], None] | None = None) -> None:
     """
     if stopped_launcher is not None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once and without a traceback
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         _die_with_launcher(stopped_launcher)
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # forbidden in some containers: slower, not wrong

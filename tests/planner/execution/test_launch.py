@@ -132,7 +132,7 @@ def start_waiting(tmp_path):
         cwd=ROOT,
         start_new_session=True,
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240  # the first import of torch reads gigabytes
     while not all((tmp_path / str(rank)).exists() for rank in range(2)) and time.monotonic() < end:
         time.sleep(0.05)
     time.sleep(0.5)
