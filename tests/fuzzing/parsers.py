@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+import planner.networks.hugging_face_modules  # noqa: F401 the first import of transformers takes seconds
 from planner.cli.config import PlanSettings, with_config
 from planner.cost.software_file import parse_software
 from planner.execution.checkpoints.record import RECORD, CheckpointRecord, read_record
