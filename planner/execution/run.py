@@ -37,8 +37,9 @@ from planner.execution.verification import (
 )
 from planner.execution.worker import RankResult, train
 from planner.lowering.checked import checked_graph
+from planner.lowering.instructions import LoweredPlan
 from planner.planning.loading import lower_to_run
-from planner.planning.prediction import simulate_plan
+from planner.planning.prediction import predict
 from planner.plans.file import read_plan
 from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
@@ -225,15 +226,15 @@ def _with_comparison(
 ) -> ExecutionReport:
     """Lay what the clocks showed, if anything, beside the prediction; recorded steps begin on all ranks together."""
     records = [result.record for result in results if result.record is not None]
-    job = prepared.job
-    if not records or prepared.predicted_length_s is None:
+    job, length_s = prepared.job, prepared.predicted_length_s
+    if not records or length_s is None:
         return report
     hardware = machine_of(plan, software=False)
-    plan = replace(plan, software="")
-    simulated = simulate_plan(plan, checked_graph(plan), hardware)
+    timeline = predict(plan, job.lowered, hardware)[1] if isinstance(job.lowered, LoweredPlan) else None
     if trace is not None:
-        write_run_trace(trace, plan, simulated, rank_times(plan, job.lowered, records))
-    found = compare(plan, job.lowered, records, hardware, simulated)
+        ranks = rank_times(plan, job.lowered, records)
+        write_run_trace(trace, plan, job.lowered, checked_graph(replace(plan, software="")), hardware, timeline, ranks)
+    found = compare(plan, job.lowered, records, hardware, length_s, timeline)
     return replace(report, comparison=found)
 
 

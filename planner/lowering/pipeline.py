@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain as joined
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from planner.lowering.draft import Draft
 from planner.lowering.host import offloading
 from planner.lowering.instructions import NOTHING
 from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
-from planner.lowering.pass_operators import Links, PassTasks, TaskTimes, pass_operators, reports
+from planner.lowering.pass_operators import TaskTimes, pass_operators, reports
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives
 from planner.lowering.sums import summed
@@ -56,18 +57,18 @@ class LoweredPipeline:
     costs: OperatorCosts
     sizes: PipelineBytes
     flops: float
-    work: StepTasks
+    work: PassTasks
     hardware: Hardware
     computing: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepTasks:
-    """Every task with its seconds, and those of each pass, ``passes[stage][kind, variant]``, and of each update."""
+class PassTasks:
+    """Every task with its seconds, and those of each pass: ``passes[stage][kind, variant]`` are numbers of tasks."""
 
     tasks: Sequence[Task]
     seconds: FloatArray
-    passes: Sequence[Mapping[tuple[ActionKind, int], PassTasks]]
+    passes: Sequence[Mapping[tuple[ActionKind, int], Sequence[int]]]
     updates: Sequence[Sequence[tuple[int, int]]]
 
     def counts(self, schedule: Schedule) -> FloatArray:
@@ -84,13 +85,10 @@ class StepTasks:
         which = action_variants(schedule)
         rows = np.stack([schedule.kind, schedule.stage, which], axis=1)
         for (kind, stage, variant), times in zip(*np.unique(rows, axis=0, return_counts=True), strict=True):
-            np.add.at(found, self.of_pass(ActionKind(int(kind)), int(stage), int(variant)).numbers, float(times))
+            passes = self.passes[stage]
+            key = ActionKind(int(kind)), int(variant)
+            np.add.at(found, list(passes.get(key, passes[key[0], PLAIN])), float(times))
         return found
-
-    def of_pass(self, kind: ActionKind, stage: int, variant: int) -> PassTasks:
-        """The tasks of a pass; of a plain one where those of the first or the last are no others."""
-        passes = self.passes[stage]
-        return passes.get((kind, variant), passes[kind, PLAIN])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +161,8 @@ def lower_pipeline(
     times = TaskTimes(seconds, slowing)
     distinct = {id(draft): draft for passes in drafts.values() for draft in passes.values()}
     told = reports(work.tasks)
-    links = Links(hardware=met, devices=plan.devices, axes=_axes(lowering), tasks=work.tasks)
-    alone = schedule.ranks == 1
-    made_of = pass_operators([*distinct.values()], times, pairs, told, links, alone=alone)
-    operators = dict(zip(distinct, made_of, strict=True))
-    made = {key: {place: operators[id(draft)][0] for place, draft in passes.items()} for key, passes in drafts.items()}
-    ran = {key: {place: operators[id(draft)][1] for place, draft in passes.items()} for key, passes in drafts.items()}
+    operators = dict(zip(distinct, pass_operators([*distinct.values()], times, pairs, told), strict=True))
+    made = {key: {place: operators[id(draft)] for place, draft in passes.items()} for key, passes in drafts.items()}
     costs = OperatorCosts(
         passes={kind: [made[key][kind, PLAIN] for key in keys] for kind in kinds},
         first={kind: [made[key][kind, FIRST] for key in keys] for kind in kinds if (kind, FIRST) in made[keys[0]]},
@@ -180,7 +174,8 @@ def lower_pipeline(
     )
     if not hardware.overlaps_communication:
         costs = in_one_stream(schedule, costs)
-    timed = StepTasks(tasks=work.tasks, seconds=seconds, passes=[ran[key] for key in keys], updates=updates)
+    numbers = {key: {place: [*joined(*one.tasks)] for place, one in passes.items()} for key, passes in drafts.items()}
+    timed = PassTasks(tasks=work.tasks, seconds=seconds, passes=[numbers[key] for key in keys], updates=updates)
     return LoweredPipeline(
         schedule=schedule,
         costs=costs,
@@ -223,21 +218,18 @@ def _beside(
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """The schedule of a plan; one stage accumulates gradients of one micro-batch after the other."""
-    name = "gradient_accumulation" if plan.schedule == "none" else plan.schedule
-    return make_schedule(name, plan.pipeline, plan.micro_batches, plan.virtual)
+    """The schedule of a plan."""
+    return make_schedule(plan.schedule, plan.pipeline, plan.micro_batches, plan.virtual)
 
 
 def chunk_units(plan: Plan, names: Sequence[str], schedule: Schedule) -> tuple[range, ...]:
-    """Places in `names` of the units of every chunk, one chunk a stage of the schedule; all units without chunks.
+    """Places in `names` of the units of every chunk, one chunk a stage of the schedule.
 
     Raises
     ------
     StrategyError
         As `lower_pipeline`.
     """
-    if not plan.chunks and schedule.stages == 1:
-        return (range(len(names)),)
     if len(plan.chunks) != schedule.stages:
         raise StrategyError(
             f"stages: the plan has {len(plan.chunks)} chunks, but schedule {schedule.name} with {schedule.ranks} "
@@ -300,18 +292,15 @@ def _held_bytes(sizes: PipelineBytes) -> int:
     return int(standing + moving)
 
 
-def _axes(lowering: _Lowering) -> tuple[ProgramAxis, ...]:
-    """Where the groups of the mesh lie."""
-    mesh = lowering.source.options.mesh
-    return tuple(ProgramAxis(name=axis.name, size=axis.size, stride=mesh.stride(i)) for i, axis in enumerate(mesh.axes))
-
-
 def _seconds(lowering: _Lowering, hardware: Hardware, computing: float) -> FloatArray:
     """(tasks,) seconds of all tasks while so many ranks compute."""
+    mesh = lowering.source.options.mesh
     program = Program(
         name=lowering.plan.network,
         devices=lowering.plan.devices,
-        axes=_axes(lowering),
+        axes=tuple(
+            ProgramAxis(name=axis.name, size=axis.size, stride=mesh.stride(i)) for i, axis in enumerate(mesh.axes)
+        ),
         segments=(Segment(name="everything", tasks=tuple(lowering.work.tasks)),),
     )
     return program_times(program, hardware, computing)[0]

@@ -15,7 +15,7 @@ from planner.lowering.instructions import Accumulate, Compute, Update
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
-from planner.planning.prediction import rank_memory
+from planner.planning.pipeline_prediction import rank_memory
 from planner.plans.plan import Plan
 from planner.sharding.local_operator import Alone, prepare
 from simulator.hardware import load_profile
@@ -88,7 +88,7 @@ def test_work_of_a_split_pass_is_that_of_the_whole_one() -> None:
         found = lowered("blocks", schedule).work
         kinds = [ActionKind.BACKWARD] if schedule == "1f1b" else [ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT]
         tasks[schedule] = sum(
-            found.tasks[n].flops for passes in found.passes for kind in kinds for n in passes[kind, 0].numbers
+            found.tasks[n].flops for passes in found.passes for kind in kinds for n in passes[kind, 0]
         )
     assert tasks["zb_h1"] == pytest.approx(tasks["1f1b"])
 

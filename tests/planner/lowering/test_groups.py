@@ -52,10 +52,10 @@ def timed(plan: Plan) -> list[dict[Any, list[tuple[str, str, str]]]]:
         {
             key: [
                 (str(task.collective), task.axis, task.name)
-                for task in (found.work.tasks[number] for number in ran.numbers)
+                for task in (found.work.tasks[number] for number in numbers)
                 if task.collective is not None and task.name.endswith(" gradients")
             ]
-            for key, ran in passes.items()
+            for key, numbers in passes.items()
         }
         for passes in found.work.passes
     ]
