@@ -23,8 +23,9 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fo
 
 
 @pytest.fixture(autouse=True)
-def quiet():
-    """Without the stacks that Python writes when a process crashes."""
+def quiet(monkeypatch):
+    """Without the stacks that Python writes when a process crashes, and in a child even where other tests trained."""
+    monkeypatch.setattr(child, "_one_thread", lambda: torch.set_num_threads(1))
     enabled = faulthandler.is_enabled()
     faulthandler.disable()
     yield
