@@ -38,7 +38,7 @@ PLAIN = {
     "│": "|",
     "┃": "|",
 }
-"""What stands for a character that the terminal's encoding lacks; for others their code does."""
+"""Replacements for characters that the terminal's encoding lacks; any other becomes its code."""
 DEBUG_KEY = "planner.cli.debug"
 PIPE_WIDTH = 110
 

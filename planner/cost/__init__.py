@@ -1,1 +1,1 @@
-"""What operators, messages and states take of time and memory."""
+"""Time and memory of operators, messages and states."""

@@ -1,4 +1,4 @@
-"""What decides the speed of networks that are described layer by layer: values of devices and of stacks."""
+"""Coefficients of devices and stacks that set the speed of networks described layer by layer."""
 
 from __future__ import annotations
 

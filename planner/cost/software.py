@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 USUAL = "usual"
-"""What a plan is predicted for as if no software were known: the median of what networks are trained with."""
+"""The name that stands for no stack in particular: the median of the usual ones."""
 NetworkFamily = Literal["image", "language", "features"]
 
 SOFTWARE: Mapping[str, Software] = shipped_stacks().software
@@ -153,7 +153,7 @@ def attention_factor(hardware: Hardware) -> float:
 
 
 def fusion_of(software: str) -> str:
-    """What fuses operators where the software is named, one of `planner.graph.fusion`; empty for nothing."""
+    """How the named software fuses operators, a kind of `planner.graph.fusion`; empty where it does not."""
     return SOFTWARE[software].fusion if check_software(software) else ""
 
 

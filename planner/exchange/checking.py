@@ -32,7 +32,7 @@ CHANGES: tuple[tuple[str, ...], ...] = (
     ("cp", "context_algorithm"),
     ("ep", "expert_messages", "expert_cut", "expert_overlap"),
 )
-"""What is freed for plans near a configuration: the first is the choice, the others mean nothing without it."""
+"""Choices to change for plans near a configuration. The first name is the choice; the others depend on it."""
 _PIN = re.compile(r"pins? (?:[\w]+=\S+ )*?(\w+)=([^\s:]+)[^:]*: (.*?)(?:; (.*))?$", re.DOTALL)
 
 
@@ -46,7 +46,7 @@ class Better:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What is found of a configuration.
+    """The result of checking a configuration.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ def _beside(asked: Pinned) -> tuple[str, ...]:
 
 
 def _violation(message: str, keys: Mapping[str, str]) -> Violation:
-    """What the network or the cluster makes illegal, from a message about pins, by the framework's keys."""
+    """Turn an error about pins into a problem that names the framework's keys."""
     found = _PIN.search(" ".join(message.split()))
     if found is None:
         return Violation(key="", value="", rule=message, remedy="")
@@ -216,7 +216,7 @@ def _compared(said: Checked, base: PlanRequest, asked: Pinned, shared: SharedTab
 
 
 def _freed(changes: tuple[tuple[str, ...], ...], asked: Pinned, shared: SharedTables) -> Better | None:
-    """The best plan with some choices left free; None where there is none."""
+    """Return the best plan when some choices are free, or None if no plan fits."""
     free = {name for names in changes for name in names}
     pins = {name: value for name, value in asked.request.pins.items() if name not in free}
     marks = asked.request.marks

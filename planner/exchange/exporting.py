@@ -18,7 +18,7 @@ from simulator.errors import InputError, MeshwrightError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CannotSay:
-    """What a format cannot say, what it says instead, and what that plan is predicted to do; None where nothing is."""
+    """A choice that a format cannot express, its rounded value, and the prediction for the rounded plan, if any."""
 
     what: str
     rounded_to: str
@@ -28,7 +28,7 @@ class CannotSay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written, for which configuration, and what could not be said."""
+    """The written file, its configuration, and the choices that were rounded."""
 
     config: TrainingConfig
     written: Written
@@ -86,7 +86,7 @@ def _of_config(config: TrainingConfig, form: ExchangeFormat) -> Iterable[_Loss]:
 
 
 def _beyond(plan: Plan) -> Iterable[_Loss]:
-    """What no exchange format says of a plan."""
+    """List the choices of a plan that no exchange format can express."""
     if plan.copies > 1:
         yield _Loss(what=f"copies={plan.copies}", to="copies=1", pins={"copies": "1"})
     if plan.host_embeddings:
@@ -110,7 +110,7 @@ def _order(plan: Plan) -> list[str]:
 
 
 def request_of(plan: Plan) -> PlanRequest:
-    """What a plan was asked for, with nothing of its choices."""
+    """Return the request of a plan, without the plan's choices."""
     return PlanRequest(
         network=plan.network,
         hardware=plan.hardware,

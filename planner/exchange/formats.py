@@ -1,4 +1,4 @@
-"""What every exchange format promises: it writes a training configuration, and reads what it wrote."""
+"""The contract of an exchange format: it writes a training configuration and reads back what it wrote."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ExchangeFormat:
 
     @property
     def table(self) -> Capability:
-        """What the framework can run."""
+        """The capability table of the framework."""
         return capabilities()[self.capability]
 
     def violations(self, config: TrainingConfig) -> list[Violation]:
