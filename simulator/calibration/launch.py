@@ -220,11 +220,12 @@ class _Workers:
                 time.sleep(POLL_S)
 
     def end(self) -> None:
-        """End all that still run; those that do not end when told are killed, as stopped ones must be."""
+        """End all that still run, and a stopped server. Those that do not end when told are killed."""
         self._ending.set()
         if self._starter.is_alive():
             self._starter.join(POLL_S)
-        if self._starter.is_alive():
+        server = _server_pid()
+        if self._starter.is_alive() or (server is not None and process_state(server) == "T"):
             self._kill_server()
             self._starter.join()
         running = [process for process, _ in self._started if process.exitcode is None]

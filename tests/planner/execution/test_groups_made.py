@@ -16,9 +16,9 @@ from tests.planner.lowering.plans import one_stage
 def test_axes_that_join_the_same_ranks_share_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, ...]] = []
 
-    def new_group(ranks: list[int], **options: Any) -> object:
+    def new_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
         made.append(tuple(ranks))
-        return object()
+        return dist.ProcessGroup(ranks.index(1) if 1 in ranks else 0, len(ranks))
 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
