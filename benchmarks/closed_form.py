@@ -42,7 +42,7 @@ from planner.search.stages.task import simplified
 from simulator import fast_engine
 from simulator.contention import segment_transfers
 from simulator.errors import MeshwrightError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.timing import task_times
 
 BUCKET_BYTES = 25 * 2**20

@@ -19,7 +19,8 @@ from planner.plans.request import read_pins
 from planner.published.pinned import FUSED, NotPinnedError, PinnedRun, pinned_run, require
 from planner.published.planned import Workplace, network_key
 from planner.published.reading import MeasuredRow
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 
 PROFILES = Path(__file__).parents[1] / "hw_profiles"
 LIMIT_S = 60.0

@@ -25,8 +25,9 @@ from planner.published.step_factors import (
     left_out_s,
 )
 from simulator.calibration.profile_text import with_fields
-from simulator.hardware import PROFILE_SUFFIX, Hardware, load_profile
+from simulator.hardware import PROFILE_SUFFIX, Hardware
 from simulator.launches import LAUNCH
+from simulator.profiles import load_profile
 from simulator.whole_file import write_whole
 
 COMMAND = "python -m benchmarks.whole_steps MEASUREMENTS_DIR --fit --write"

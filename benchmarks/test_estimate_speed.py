@@ -22,7 +22,7 @@ from planner.published.estimate.training_run import (
     TransformerShape,
 )
 from planner.published.estimate.work import work_of
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 GPT3 = TransformerShape(
     name="gpt3-175b", layers=96, hidden=12288, heads=96, key_value_heads=96, head_size=128, feed_forward=49152,

@@ -27,7 +27,7 @@ from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import Solution
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 LLAMA3_8B = {
     "model_type": "llama",

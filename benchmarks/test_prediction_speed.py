@@ -20,7 +20,7 @@ from planner.networks import load_network
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
 from planner.plans.plan import Plan, RecomputeRange
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 HARDWARE = "dgx-a100"
 WAYS = ("none", "selective", "selective", "full", "selective")

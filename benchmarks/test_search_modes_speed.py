@@ -26,7 +26,7 @@ from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import Solution
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 HARDWARE = "dgx-a100"
 MEGATRON = (

@@ -23,7 +23,7 @@ from planner.lowering.checked import lower
 from planner.planning.planning import PlanRequest, capture_for, plan_network
 from planner.plans.plan import Plan
 from simulator import engine
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 COMMAND = Path(sys.executable).with_name("meshwright")
 GPT2 = PlanRequest(network="zoo:gpt2", hardware="dgx-a100", devices=8, global_batch=64)

@@ -16,7 +16,8 @@ import pytest
 from benchmarks.large_tables import pipeline_table
 from simulator import engine, fast_engine
 from simulator.contention import forget_links
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.task_table import TaskTable
 from simulator.timing import task_times

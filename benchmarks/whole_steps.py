@@ -36,7 +36,7 @@ from benchmarks.step_corrections import corrections, responses, write_correction
 from planner.published.pinned import NotPinnedError, PinnedRun
 from planner.published.reading import MeasuredRow, read_measurements
 from simulator.errors import MeshwrightError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 LEFT_OUT = ("L",)
 """Tiny deterministic tests, bound by the host."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from simulator.errors import ProfileError
 
 if TYPE_CHECKING:
-    from simulator.topology import Topology
+    from simulator.topology.graph import Topology
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

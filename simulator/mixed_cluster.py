@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 
 from simulator.collectives import collective_time
 from simulator.errors import ProfileError
-from simulator.hardware import CLUSTER_FORMAT, PROFILE_SUFFIXES, Hardware, Level, is_profile_path, load_profile
+from simulator.hardware import Hardware, Level, is_profile_path
 from simulator.input_file import FileKind
 from simulator.profile_file import PROFILE, parse_profile
 from simulator.profile_parts import Count, NonNegative, Part
@@ -89,21 +89,8 @@ class _ClusterPart(Part):
     fabric: _FabricPart = _FabricPart()
 
 
-def load_cluster(path: str) -> MixedCluster:
-    """Read the description of a cluster; ProfileError says which field is wrong."""
-    return parse_cluster(CLUSTER.read(path), path)
-
-
-def cluster_at(hardware: str) -> MixedCluster | None:
-    """The cluster of several device types that what names a profile is the path of; None where it is none."""
-    if not hardware.endswith(PROFILE_SUFFIXES) or not is_profile_path(hardware):
-        return None
-    content = PROFILE.read(hardware)
-    return parse_cluster(content, hardware) if CLUSTER_FORMAT.search(content) else None
-
-
-def parse_cluster(content: bytes, file: str) -> MixedCluster:
-    """Cluster from the bytes of `file`; paths of profiles in it are relative to it."""
+def parse_cluster(content: bytes, file: str, load: Callable[[str], Hardware]) -> MixedCluster:
+    """Cluster from the bytes of `file`; paths of profiles in it are relative to it, `load` knows those by name."""
     try:
         part = _ClusterPart.model_validate_json(json.dumps(CLUSTER.yaml(content, file)))
     except ValidationError as error:
@@ -115,7 +102,7 @@ def parse_cluster(content: bytes, file: str) -> MixedCluster:
             f"cluster {file} holds a value that is no text, number, list or mapping ({error}); {CLUSTER.remedy}"
         ) from None
     folder = Path(file).expanduser().parent
-    nodes = tuple(hardware for entry in part.nodes for hardware in [_member(entry.profile, folder)] * entry.count)
+    nodes = tuple(hardware for entry in part.nodes for hardware in [_member(entry.profile, folder, load)] * entry.count)
     fabric = part.fabric
     latency = fabric.latency_s
     if latency is None:
@@ -135,9 +122,9 @@ def parse_cluster(content: bytes, file: str) -> MixedCluster:
     return cluster
 
 
-def _member(profile: str, folder: Path) -> Hardware:
+def _member(profile: str, folder: Path, load: Callable[[str], Hardware]) -> Hardware:
     if not is_profile_path(profile):
-        return load_profile(profile)
+        return load(profile)
     path = folder / Path(profile).expanduser()
     return parse_profile(PROFILE.read(path), str(path))
 

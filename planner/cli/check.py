@@ -74,7 +74,7 @@ def check(
 
 
 def _hardware(name: str | None) -> Hardware | None:
-    from simulator.hardware import load_profile
+    from simulator.profiles import load_profile
 
     return None if name is None else load_profile(name)
 

@@ -228,7 +228,7 @@ def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: 
     from planner.plans.alternatives import write_alternatives
     from planner.plans.file import write_plan
     from simulator.errors import InfeasibleError
-    from simulator.hardware import load_profile
+    from simulator.profiles import load_profile
 
     hardware = load_profile(request.hardware)
     feasible = bool(result.candidates)

@@ -38,7 +38,7 @@ def list_profiles(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: De
       meshwright profiles list --json
     """
     from planner.planning.documents import profile_document
-    from simulator.hardware import load_profile, profile_names
+    from simulator.profiles import load_profile, profile_names
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if terminal.quiet and not terminal.json:
@@ -68,7 +68,8 @@ def show(
       meshwright profiles show dgx-a100
     """
     from planner.planning.documents import profile_document
-    from simulator.hardware import describe, load_profile
+    from simulator.hardware import describe
+    from simulator.profiles import load_profile
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     hardware = load_profile(name)
@@ -101,7 +102,7 @@ def check(
       meshwright profiles check ascend910b-atlas800t-a2@rank_table.json
     """
     from planner.planning.documents import profile_document
-    from simulator.hardware import check_profile, is_cluster_file
+    from simulator.profiles import check_profile, is_cluster_file
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     hardware = check_profile(file)
@@ -141,7 +142,7 @@ def rank_table(
     """
     from simulator.cluster_files import numbered_table, rank_table_text, read_rank_table, table_form
     from simulator.errors import InputError
-    from simulator.hardware import load_profile, split_cluster_file
+    from simulator.profiles import load_profile, split_cluster_file
     from simulator.whole_file import write_whole
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)

@@ -104,7 +104,7 @@ def _simulation(terminal: Terminal, given: SimulateArguments, extra: Reliability
 def _cluster(plan: Plan, name: str) -> MixedCluster | None:
     """The cluster of several device types that a file describes, as the plan's software runs on it."""
     from planner.cost.software import cluster_as_run
-    from simulator.mixed_cluster import cluster_at
+    from simulator.profiles import cluster_at
 
     cluster = cluster_at(name)
     return cluster and cluster_as_run(cluster, plan)
@@ -169,7 +169,7 @@ def _straggled(lowered: LoweredPlan, hardware: Hardware, slow: SlowOptions) -> S
 def _profile(terminal: Terminal, strategy: Path, plan: Plan, name: str | None) -> Hardware:
     from planner.cost.software import run_for
     from simulator.errors import ProfileError
-    from simulator.hardware import load_profile
+    from simulator.profiles import load_profile
 
     if name is not None:
         return run_for(plan, load_profile(name))

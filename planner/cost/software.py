@@ -27,9 +27,10 @@ from planner.graph.norms import check_norms
 from planner.plans.exchange import Exchange
 from simulator.errors import InputError
 from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
 from simulator.kernels.convolution import COPIES
 from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL, SHARDED, TENSOR_EXPOSED
+from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan

@@ -50,7 +50,8 @@ from planner.search.candidates import NOTHING_KNOWN, Space
 from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.patience import Patience
 from simulator.errors import UnsupportedError
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 
 __all__ = [
     "Candidate",

@@ -33,7 +33,8 @@ from planner.search.stages.unit_pins import FREE, UnitPins, of_layers
 from planner.search.units.hinted import StageHints
 from simulator.caches import in_caches
 from simulator.errors import InputError
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 
 KIB = 1024
 

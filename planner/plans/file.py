@@ -34,8 +34,9 @@ from planner.plans.rule_text import rule_from_text, rule_to_text
 from planner.plans.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel, StrategyModel, validate
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.errors import InputError, StrategyError
-from simulator.hardware import is_profile_path, split_cluster_file
+from simulator.hardware import is_profile_path
 from simulator.input_file import FileKind
+from simulator.profiles import split_cluster_file
 from simulator.whole_file import write_whole
 
 STRATEGY = FileKind(

@@ -14,7 +14,8 @@ from planner.published.calibrating import INSIDE, Calibration, rows_by_device, r
 from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS
 from planner.published.estimate.columns import FloatArray
 from simulator.calibration.profile_text import with_fields
-from simulator.hardware import PROFILE_SUFFIX, check_profile
+from simulator.hardware import PROFILE_SUFFIX
+from simulator.profiles import check_profile
 from simulator.whole_file import write_whole
 
 COMMAND = "meshwright calibrate --from-measurements"

@@ -24,7 +24,7 @@ from planner.published.pinned import PinnedRun, pinned_run
 from planner.published.predictions import RECOMPUTED, recomputing
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError, MeshwrightError
-from simulator.hardware import load_profile, profile_text
+from simulator.profiles import load_profile, profile_text
 from simulator.whole_file import write_whole
 
 Outcome = RunPrediction | MeshwrightError

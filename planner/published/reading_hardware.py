@@ -10,7 +10,8 @@ from functools import lru_cache
 from planner.published.measurement_file import FileRow
 from planner.published.reading_network import MissingFactError
 from planner.published.source_rules import stated
-from simulator.hardware import Hardware, Level, load_profile, profile_names
+from simulator.hardware import Hardware, Level
+from simulator.profiles import load_profile, profile_names
 
 _PROFILES: tuple[tuple[str, str], ...] = (
     (r"mixed|heterogeneous|competitor|unnamed|next-gen", ""),

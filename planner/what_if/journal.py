@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from planner.graph.cache import code_digest
 from planner.what_if.rows import WhatIfRow, row_of
 from simulator.errors import InputError
-from simulator.hardware import load_profile
 from simulator.input_file import FileKind
+from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
     from planner.plans.request import PlanRequest

@@ -10,7 +10,7 @@ from planner.planning.documents import Document, candidate_document, search_docu
 from planner.plans.plan import Status
 from planner.what_if.options import point_name
 from simulator.errors import InputError, MeshwrightError, UnsupportedError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
     from planner.planning.planning import Candidate, PlanRequest, PlanResult

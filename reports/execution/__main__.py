@@ -16,7 +16,7 @@ from reports.execution.cases import all_cases, tiny_cases
 from reports.execution.execution_page import document, execution_page, runs_csv, to_json
 from reports.execution.figures import figures
 from reports.execution.running import Result, profiles_of, run_all
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.whole_file import write_whole
 
 MINUTES = 60.0

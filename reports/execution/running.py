@@ -23,7 +23,7 @@ from reports.execution.cases import Case
 from simulator.calibration.calibrate import CalibrateOptions, calibrate
 from simulator.conditions import MOST_OTHERS
 from simulator.errors import MeshwrightError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 JOURNAL = "runs.jsonl"
 WARM_UP = 2

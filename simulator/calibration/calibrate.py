@@ -27,7 +27,7 @@ from simulator.calibration.slowdown import Slowdown, SlowdownTimer, core_turns, 
 from simulator.calibration.timing import cost_among_others, measure_case, middle_mean
 from simulator.conditions import Conditions
 from simulator.errors import InputError
-from simulator.hardware import write_profile
+from simulator.profiles import write_profile
 from simulator.program import Kernel
 from simulator.whole_file import check_writable
 

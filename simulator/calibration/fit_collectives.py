@@ -13,7 +13,8 @@ from simulator.calibration.fit_rows import Rows, rows_of
 from simulator.calibration.fits import Fit, FloatArray, minimise, rounded
 from simulator.calibration.measurement_files import need, read_measurements
 from simulator.collectives import collective_time
-from simulator.hardware import Hardware, Level, load_profile
+from simulator.hardware import Hardware, Level
+from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.topology import group_shape
 

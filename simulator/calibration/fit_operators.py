@@ -39,8 +39,9 @@ from simulator.calibration.fit_shapes import (
     training_attention_rows,
 )
 from simulator.calibration.fits import Fit, rounded
-from simulator.hardware import AttentionModel, Hardware, MatmulModel, load_profile
+from simulator.hardware import AttentionModel, Hardware, MatmulModel
 from simulator.profile_operators import OperatorsPart, operator_models
+from simulator.profiles import load_profile
 from simulator.program import WIDER_CLASS, Kernel
 
 Fields = dict[str, dict[str, object]]

@@ -20,9 +20,10 @@ from scipy.optimize import minimize
 from simulator.calibration.fits import rounded
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError
-from simulator.hardware import Hardware, load_profile, profile_text, split_cluster_file, write_profile
+from simulator.hardware import Hardware
 from simulator.input_file import FileKind
 from simulator.profile_file import PROFILE
+from simulator.profiles import load_profile, profile_text, split_cluster_file, write_profile
 from simulator.program import Kernel, described_class
 
 PRIOR = 0.02

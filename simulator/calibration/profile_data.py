@@ -55,7 +55,7 @@ class Findings:
 
 
 def profile_data(found: Findings, name: str) -> Data:
-    """Arrange findings as `simulator.hardware.write_profile` takes them."""
+    """Arrange findings as `simulator.profiles.write_profile` takes them."""
     machine, measured = found.machine, f"measured: {found.origin}"
     bandwidth = max(fit.bytes_per_s for kernel, fit in found.fits.items() if kernel is not Kernel.VIEW)
     data: Data = {

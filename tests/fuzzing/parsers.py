@@ -30,8 +30,8 @@ from planner.published.measurement_file import read_rows
 from planner.what_if.journal import read as read_journal
 from simulator.calibration.from_run import correct_profile, read_run
 from simulator.calibration.measurement_files import read_measurements
-from simulator.hardware import check_profile, describe, load_profile
-from simulator.mixed_cluster import load_cluster
+from simulator.hardware import describe
+from simulator.profiles import check_profile, load_cluster, load_profile
 from simulator.schedules import format_schedule_csv, make_schedule, parse_schedule_csv
 from tests.measurements import write_measurements
 from tests.results import make_plan

@@ -430,7 +430,7 @@ def test_tables_fit_their_width(width: int) -> None:
     from rich.console import Console
 
     from planner.cli.plan_tables import plan_report, what_if_report
-    from simulator.hardware import load_profile
+    from simulator.profiles import load_profile
 
     out = StringIO()
     console = Console(file=out, width=width)

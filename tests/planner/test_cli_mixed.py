@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from planner.cli.app import app
 from planner.plans.file import write_plan
 from simulator import launches
-from simulator.hardware import load_profile
-from simulator.mixed_cluster import cluster_at
+from simulator.profiles import cluster_at, load_profile
 from tests.planner.lowering.plans import one_stage
 
 TYPES = ("dgx-a100", "dgx1-v100")

@@ -21,8 +21,8 @@ from planner.planning.prediction import predict_plan
 from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.plan import Plan
 from simulator.errors import InputError, StrategyError
-from simulator.hardware import load_profile
 from simulator.pipeline_operators import FIRST
+from simulator.profiles import load_profile
 from simulator.schedules import ActionKind
 from tests.planner.lowering.plans import one_stage
 from tests.planner.search.problems import captured

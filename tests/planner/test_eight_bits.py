@@ -17,8 +17,9 @@ from planner.planning.planning import PlanRequest, plan_network
 from simulator import launches
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
 from simulator.kernels import kernel_time, matmul_time
+from simulator.profiles import load_profile
 from simulator.program import COMPUTE_STREAM, Kernel, Phase
 from simulator.timing import task_times
 from tests.planner.search.problems import captured

@@ -13,7 +13,7 @@ import yaml
 
 from planner.planning.explanations import other_choices
 from planner.planning.planning import PlanRequest, PlanResult, plan_network
-from simulator.hardware import write_profile
+from simulator.profiles import write_profile
 from tests.planner.search.problems import captured
 
 MIB = 2**20

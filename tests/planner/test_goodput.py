@@ -15,7 +15,8 @@ from planner.planning.goodput import checkpoint_bytes, plan_goodput, straggle, w
 from planner.planning.loading import lower_strategy
 from planner.plans.file import read_plan
 from simulator.errors import InputError
-from simulator.hardware import Reliability, load_profile
+from simulator.hardware import Reliability
+from simulator.profiles import load_profile
 from simulator.program import BufferKind
 
 PLAN = ["plan", "zoo:gpt2-tiny", "--hw", "dgx-a100", "--devices", "8", "--global-batch", "16"]

@@ -11,8 +11,8 @@ from planner.graph.kernel_shapes import KernelShape, kernel_shape, local_kernel
 from planner.graph.operator_graph import OperatorGraph, TensorRef
 from planner.graph.scaling import at_batch
 from planner.lowering.placed import local_share
-from simulator.hardware import load_profile
 from simulator.kernels import attention_time, best_rate, convolution_time, has_shape_model, shaped_time
+from simulator.profiles import load_profile
 from simulator.program import WIDER_CLASS, Kernel
 from tests.planner.search.problems import captured
 

@@ -31,7 +31,7 @@ from planner.search.problem.problem import Cost, Problem
 from planner.search.problem.solution import node_rules
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements
 from simulator import engine, fast_engine
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import SUMMED_CLASS, Collective, Kernel, Phase, Task
 from simulator.timeline import Timeline
 from tests.planner.graph.conftest import small_network

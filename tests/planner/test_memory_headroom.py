@@ -13,7 +13,7 @@ from planner.cli.app import app
 from planner.planning.planning import plan_network
 from planner.plans.request import PlanRequest
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 A100 = load_profile("dgx-a100")
 

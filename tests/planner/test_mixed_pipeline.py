@@ -13,8 +13,8 @@ from planner.planning.pipeline_prediction import predict_pipeline
 from planner.plans.plan import Plan
 from simulator import engine, launches
 from simulator.errors import ProfileError
-from simulator.hardware import load_profile
 from simulator.mixed_cluster import MixedCluster, pacing_hardware, parse_cluster
+from simulator.profiles import load_profile
 from tests.planner.lowering.plans import one_stage, pipelined
 from tests.planner.search.problems import captured
 
@@ -32,7 +32,7 @@ def _hosts_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def cluster(*profiles: str) -> MixedCluster:
     nodes = "\n".join(f"  - {{profile: {name}, count: 1}}" for name in profiles)
     text = f"format: meshwright-cluster\nversion: 1\nname: some\nnodes:\n{nodes}\n"
-    return parse_cluster(text.encode(), "some.yaml")
+    return parse_cluster(text.encode(), "some.yaml", load_profile)
 
 
 def plan_of(

@@ -18,9 +18,10 @@ from planner.planning.pipeline_stragglers import places, slow_step_s, steps_toge
 from planner.plans.plan import Plan
 from simulator import fast_engine, launches
 from simulator.following_steps import period_s
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
 from simulator.pipeline_operators import LABELS, in_one_stream, operator_table
 from simulator.pipeline_passes import simulate_operators
+from simulator.profiles import load_profile
 from simulator.stragglers import slow_ranks
 from simulator.table_copies import expand
 from tests.planner.lowering.plans import one_stage, pipelined

@@ -26,7 +26,8 @@ from planner.search.configurations.storage import Storage
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule
 from simulator.errors import InputError, StrategyError
-from simulator.hardware import Hardware, load_profile, write_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile, write_profile
 from tests.planner.search.problems import captured
 
 TINY = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from simulator.caches import ALL_BELOW, NONE_ABOVE, cached_share, in_caches, working_set
 from simulator.columns import columns
-from simulator.hardware import Caches, Hardware, load_profile, write_profile
+from simulator.hardware import Caches, Hardware
 from simulator.kernels import kernel_time
+from simulator.profiles import load_profile, write_profile
 from simulator.program import Buffer, BufferKind, Kernel, Phase, Program, Segment, Task
 from simulator.timing import task_times
 

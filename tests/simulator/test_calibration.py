@@ -33,8 +33,9 @@ from simulator.calibration.timing import cost_among_others, measure_case, middle
 from simulator.collectives import collective_time
 from simulator.conditions import Conditions
 from simulator.errors import InputError, UnsupportedError
-from simulator.hardware import Caches, describe, load_profile, write_profile
+from simulator.hardware import Caches, describe
 from simulator.kernels import kernel_time
+from simulator.profiles import load_profile, write_profile
 from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 

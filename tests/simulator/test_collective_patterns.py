@@ -13,7 +13,8 @@ from simulator import collective_patterns as patterns
 from simulator.collectives import ALGORITHMS, Cost, pinned_cost
 from simulator.errors import ProfileError
 from simulator.flows import Message, simulate_rounds
-from simulator.hardware import FabricGraph, Hardware, Level, NodeGraph, load_profile
+from simulator.hardware import FabricGraph, Hardware, Level, NodeGraph
+from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.topology import Topology, group_shape, topology_graph
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from simulator.collectives import ALGORITHMS, algorithm_costs, collective_algorithm, collective_time
 from simulator.errors import ProfileError
-from simulator.hardware import CollectiveTable, Hardware, Level, load_profile, profile_names, write_profile
+from simulator.hardware import CollectiveTable, Hardware, Level
+from simulator.profiles import load_profile, profile_names, write_profile
 from simulator.program import Collective
 from simulator.topology import GroupShape, group_shape
 

@@ -15,7 +15,7 @@ from simulator.calibration.pace import Pace, paces_of, timed_paces
 from simulator.calibration.process import available_cores
 from simulator.conditions import Conditions
 from simulator.errors import ProfileError
-from simulator.hardware import write_profile
+from simulator.profiles import write_profile
 from tests.simulator.test_hardware import calibrated
 
 QUIET = Conditions(paces=((1, 0.03), (2, 0.04), (4, 0.1)), pace_spread=0.1, others_share=0.01)

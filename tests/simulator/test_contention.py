@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from simulator import engine, fast_engine
 from simulator.collective_patterns import ring_gather
 from simulator.contention import representative_axes, segment_transfers
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 from simulator.program import Collective, Program, ProgramAxis, Segment, Task
 from simulator.stragglers import straggling_step
 from simulator.table_builder import TableBuilder

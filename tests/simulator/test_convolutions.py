@@ -19,8 +19,8 @@ from simulator.calibration.convolutions import (
     is_product,
     misses_pixels,
 )
-from simulator.hardware import load_profile
 from simulator.kernels.convolution import COPIES, convolution_time
+from simulator.profiles import load_profile
 from simulator.program import Kernel
 
 aten = torch.ops.aten

@@ -10,8 +10,9 @@ import pytest
 from simulator.corrections import message_time, one_message_time, telling_marks
 from simulator.crowding import Crowding
 from simulator.expert_messages import SENT_ONCE
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
 from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SHARDED, TENSOR_EXPOSED
+from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.topology import group_shape
 

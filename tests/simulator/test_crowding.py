@@ -16,7 +16,7 @@ from simulator.calibration.crowds import SIZES, CrowdTimes, crowding, fit_crowdi
 from simulator.calibration.messages import MessageTimes
 from simulator.crowding import Crowding, crowded
 from simulator.errors import ProfileError
-from simulator.hardware import load_profile, write_profile
+from simulator.profiles import load_profile, write_profile
 from simulator.program import Collective, Program, ProgramAxis
 from simulator.timing import task_times
 from tests.simulator.programs import communication, program, segment

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.errors import ProgramError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Program, Segment
 from simulator.timeline import Timeline
 from tests.simulator.programs import STREAMS, communication, program, segment, task, timed_programs

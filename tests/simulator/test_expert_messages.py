@@ -10,7 +10,8 @@ import pytest
 
 from simulator.corrections import message_time
 from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE, places_reached, sent_share
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.topology import group_shape
 

@@ -20,9 +20,10 @@ from simulator.calibration.fit_shapes import fit_matmul
 from simulator.calibration.measurement_files import measurements_folder, read_measurements
 from simulator.calibration.profile_text import with_fields
 from simulator.errors import InputError, ProfileError
-from simulator.hardware import MatmulModel, load_profile, profile_names
+from simulator.hardware import MatmulModel
 from simulator.kernels import matmul_time
 from simulator.profile_file import parse_profile
+from simulator.profiles import load_profile, profile_names
 from simulator.program import Kernel
 
 MEASUREMENTS = Path(__file__).parents[2] / "../shared/measurements"

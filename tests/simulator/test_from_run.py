@@ -19,8 +19,8 @@ from simulator.calibration.process import available_cores
 from simulator.calibration.profile_data import profile_data
 from simulator.calibration.slowdown import Slowdown
 from simulator.errors import InputError
-from simulator.hardware import load_profile, write_profile
 from simulator.kernels import kernel_time
+from simulator.profiles import load_profile, write_profile
 from simulator.program import Collective, Kernel
 
 SIZES = [(2e6, 3e4), (2e7, 3e5), (3e8, 4e6)]

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.errors import InputError, ProfileError
-from simulator.hardware import check_profile, describe, format_number, load_profile, profile_names, write_profile
+from simulator.hardware import describe, format_number
+from simulator.profiles import check_profile, load_profile, profile_names, write_profile
 from simulator.program import Kernel
 from simulator.timing import host_time
 

@@ -24,9 +24,8 @@ from simulator.calibration.from_run import read_run
 from simulator.calibration.measurement_files import read_measurements
 from simulator.cluster_files import read_rank_table
 from simulator.errors import InputError
-from simulator.hardware import load_profile
 from simulator.input_file import MAX_DEPTH, MAX_NODES, FileKind
-from simulator.mixed_cluster import load_cluster
+from simulator.profiles import load_cluster, load_profile
 from simulator.schedules import parse_schedule_csv
 
 KIND = FileKind(name="note", remedy="write another", max_bytes=1000)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
-from simulator.hardware import AttentionModel, AttentionPasses, Hardware, MatmulModel, load_profile
+from simulator.hardware import AttentionModel, AttentionPasses, Hardware, MatmulModel
 from simulator.kernels import (
     attention_time,
     convolution_time,
@@ -21,6 +21,7 @@ from simulator.kernels import (
     matmul_time,
     unfused_attention_time,
 )
+from simulator.profiles import load_profile
 from simulator.program import Kernel
 
 profile = cache(load_profile)

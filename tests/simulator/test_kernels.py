@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.errors import ProfileError
-from simulator.hardware import KernelModel, load_profile, profile_names
+from simulator.hardware import KernelModel
 from simulator.kernels import kernel_time
+from simulator.profiles import load_profile, profile_names
 from simulator.program import WIDER_CLASS, Kernel
 
 profile = cache(load_profile)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
 from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, launches_of, message_launch_s, paced, pass_time
+from simulator.profiles import load_profile
 from simulator.program import Collective, Kernel, Task
 from simulator.timing import task_times
 from simulator.topology import group_shape

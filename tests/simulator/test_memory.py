@@ -11,7 +11,7 @@ from hypothesis import given
 from simulator.columns import columns
 from simulator.errors import ProgramError
 from simulator.fast_engine import replay, simulate
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Buffer, BufferKind, Collective, Program
 from simulator.task_order import execution_order, stream_numbers
 from simulator.timeline import SegmentTimeline

@@ -11,8 +11,8 @@ import pytest
 
 from simulator.collectives import collective_time
 from simulator.errors import ProfileError
-from simulator.hardware import check_profile, load_profile
-from simulator.mixed_cluster import MixedCluster, load_cluster, mixed_collective_time, mixed_task_times, slowest_links
+from simulator.mixed_cluster import MixedCluster, mixed_collective_time, mixed_task_times, slowest_links
+from simulator.profiles import check_profile, load_cluster, load_profile
 from simulator.program import Collective
 from simulator.timing import task_times
 from simulator.topology import FabricSpec, group_shape

@@ -10,7 +10,8 @@ import pytest
 from simulator.cluster_files import parse_nvidia_matrix
 from simulator.collectives import collective_time
 from simulator.errors import ProfileError
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.topology import group_shape, topology_graph
 from simulator.topology.nodes import HYBRID_CUBE_MESH

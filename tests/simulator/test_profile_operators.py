@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.errors import ProfileError
-from simulator.hardware import load_profile, profile_names, write_profile
+from simulator.profiles import load_profile, profile_names, write_profile
 
 SOURCE = "assumed: for the sake of the test"
 PART = st.floats(min_value=0.01, max_value=1)

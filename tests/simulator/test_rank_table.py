@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from simulator.cluster_files import RankedDevice, RankTable, TableForm, parse_rank_table, rank_table_text
 from simulator.collectives import collective_time
 from simulator.errors import ProfileError
-from simulator.hardware import Hardware, load_profile, split_cluster_file
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile, split_cluster_file
 from simulator.program import Collective
 from simulator.topology import group_shape, topology_graph
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.errors import InputError, ProfileError
-from simulator.hardware import Reliability, check_profile, load_profile
+from simulator.hardware import Reliability
+from simulator.profiles import check_profile, load_profile
 from simulator.reliability import (
     CheckpointCost,
     JobReliability,

@@ -13,9 +13,9 @@ from simulator import engine, fast_engine
 from simulator.columns import columns
 from simulator.errors import InputError
 from simulator.fast_engine import simulate
-from simulator.hardware import load_profile
 from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.pipeline_passes import simulate_operators
+from simulator.profiles import load_profile
 from simulator.program import Program, Segment
 from simulator.schedules import ActionKind, make_schedule
 from simulator.stragglers import compute_factors, slow_level, slow_links, slow_ranks, slow_stages, straggling_step

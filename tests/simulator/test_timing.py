@@ -9,8 +9,8 @@ import pytest
 
 from simulator.collectives import collective_time
 from simulator.errors import ProgramError
-from simulator.hardware import load_profile
 from simulator.kernels import kernel_time
+from simulator.profiles import load_profile
 from simulator.program import CONVOLUTIONS, Collective, Kernel, Program, ProgramAxis, Task
 from simulator.timing import task_times
 from simulator.topology import group_shape

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from simulator.collective_patterns import direct_send, pairwise_all_to_all, ring_gather
 from simulator.errors import ProfileError
-from simulator.hardware import NodeGraph, load_profile, profile_names, write_profile
+from simulator.hardware import NodeGraph
+from simulator.profiles import load_profile, profile_names, write_profile
 from simulator.topology import (
     FabricSpec,
     NodeSpec,

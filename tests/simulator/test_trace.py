@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from simulator import trace
 from simulator.errors import InputError
 from simulator.fast_engine import replay
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import BufferKind, Program
 from simulator.timeline import Timeline
 from simulator.trace import write_trace

@@ -89,7 +89,7 @@ def read_stored(request: PlanRequest, graph: OperatorGraph, source: str) -> tupl
     from planner.planning.loading import naming
     from planner.planning.prediction import predict_plan
     from planner.plans.file import read_plan
-    from simulator.hardware import load_profile
+    from simulator.profiles import load_profile
 
     found = read_plan(source)
     where = f"strategy_ckpt_load_file={source!r}"
@@ -128,7 +128,7 @@ def _check_marks(request: PlanRequest, found: Plan, graph: OperatorGraph, where:
 def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:
     """Raise ContextError where the request asks for something else than the plan that was read."""
     from planner.planning.documents import plan_document
-    from simulator.hardware import load_profile
+    from simulator.profiles import load_profile
 
     said = plan_document(found, load_profile(request.hardware))
     said |= {

@@ -28,7 +28,7 @@ from planner.plans.plan import Plan
 from simulator.calibration.launch import ask_process
 from simulator.calibration.machine import BACKENDS, count_devices
 from simulator.errors import InfeasibleError, InputError, ProfileError, UnsupportedError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import BufferKind
 from simulator.torch_versions import untried_torch
 

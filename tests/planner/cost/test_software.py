@@ -42,9 +42,9 @@ from planner.plans.exchange import Exchange
 from planner.plans.file import plan_from_text, plan_to_text
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
-from simulator.hardware import load_profile
 from simulator.kernels.convolution import COPIES
 from simulator.launches import LAUNCH, known_software, send_stall, sharded_factor
+from simulator.profiles import load_profile
 from simulator.program import Collective, Kernel
 from simulator.timing import task_times
 from tests.planner.execution.small import place

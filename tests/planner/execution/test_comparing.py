@@ -20,7 +20,8 @@ from planner.lowering.instructions import Communicate
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.loading import lower_to_run
 from planner.planning.planning import PlanRequest, plan_network
-from simulator.hardware import Caches, load_profile
+from simulator.hardware import Caches
+from simulator.profiles import load_profile
 from simulator.timing import task_times
 
 HARDWARE = "dgx-a100"

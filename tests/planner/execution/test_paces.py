@@ -12,7 +12,7 @@ from planner.execution.paces import MOST_SPANS, PacedSteps
 from planner.execution.run import ExecuteOptions, execute
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import write_plan
-from simulator.hardware import write_profile
+from simulator.profiles import write_profile
 from tests.simulator.test_hardware import calibrated
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from planner.networks import load_network
 from planner.planning.pipeline_prediction import rank_memory
 from planner.plans.plan import Plan
 from planner.sharding.local_operator import Alone, prepare
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import BufferKind, Collective, Kernel
 from simulator.schedules import ActionKind
 from tests.planner.execution.made import HARDWARE, make_plan, run

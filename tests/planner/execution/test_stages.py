@@ -16,7 +16,7 @@ from planner.lowering.instructions import PassInstructions, read_values, written
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.plans.plan import Plan
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Task
 from tests.planner.lowering.plans import one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured

@@ -18,8 +18,8 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.planning.loading import lower_to_run
 from planner.planning.planning import PlanRequest, plan_network
 from simulator.errors import InfeasibleError, InputError
-from simulator.hardware import load_profile
 from simulator.pipeline import PipelineCosts, simulate_pipeline
+from simulator.profiles import load_profile
 from simulator.schedules import make_schedule
 from simulator.stragglers import slow_level
 

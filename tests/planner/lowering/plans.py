@@ -17,7 +17,7 @@ from planner.plans.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.hints import constrained
 from planner.search.problem.solution import node_rules
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.schedules import make_schedule
 from tests.planner.search.problems import captured, make_mesh, make_problem
 

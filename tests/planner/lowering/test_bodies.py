@@ -11,7 +11,7 @@ from planner.lowering import bodies, step
 from planner.lowering.representatives import Representatives, representatives
 from planner.planning.prediction import predict_plan
 from planner.plans.plan import Plan
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.lowering.plans import one_stage, pipelined
 from tests.planner.lowering.test_step import assert_same, whole
 from tests.planner.search.problems import captured

@@ -10,7 +10,7 @@ from planner.lowering.chunk_passes import PassWriter
 from planner.lowering.draft import Draft
 from planner.lowering.pipeline import lower_pipeline
 from planner.plans.plan import Plan
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.lowering.plans import one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured
 

@@ -19,7 +19,7 @@ from planner.sharding.inner_messages import inner_messages
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator import fast_engine
 from simulator.errors import StrategyError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.lowering.plans import one_stage, pipelined
 from tests.planner.search.problems import captured
 

@@ -21,8 +21,8 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.plans.exchange import Exchange
 from planner.plans.plan import Plan
-from simulator.hardware import load_profile
 from simulator.pipeline_operators import LAST
+from simulator.profiles import load_profile
 from simulator.schedules import ActionKind
 from tests.planner.lowering.plans import one_stage, pipelined
 from tests.planner.search.problems import captured

@@ -32,8 +32,9 @@ from planner.plans.plan import Plan
 from simulator import engine, fast_engine
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
-from simulator.hardware import HOST_MEMORY_BANDWIDTH, load_profile
+from simulator.hardware import HOST_MEMORY_BANDWIDTH
 from simulator.pipeline_operators import FIRST, LAST
+from simulator.profiles import load_profile
 from simulator.program import COMPUTE_STREAM, HOST, BufferKind, Collective, Kernel, Task
 from simulator.timing import host_memory_time, host_message_time, task_times
 from simulator.topology import group_shape

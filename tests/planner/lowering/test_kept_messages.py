@@ -16,7 +16,7 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.planning.prediction import predict_plan
 from planner.plans.plan import Plan, RecomputeRange, expanded_rules
 from simulator import fast_engine
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Phase
 from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured

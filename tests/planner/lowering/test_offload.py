@@ -24,7 +24,7 @@ from planner.planning.prediction import predict_plan
 from planner.plans.plan import OffloadRange, Plan, expanded_rules
 from simulator import fast_engine
 from simulator.errors import StrategyError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import HOST, Phase
 from simulator.schedules import ActionKind
 from tests.planner.execution.made import make_plan

@@ -16,7 +16,7 @@ from planner.lowering.instructions import Communicate
 from planner.lowering.packing import copied_bytes
 from planner.search.problem.costs import MeshCosts
 from planner.sharding.placement import Mesh, MeshAxis
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.timing import copy_time
 

@@ -19,9 +19,9 @@ from planner.planning.prediction import predict_plan
 from planner.plans.plan import Chunk, Plan
 from simulator import engine, fast_engine
 from simulator.errors import InputError, StrategyError
-from simulator.hardware import load_profile
 from simulator.pipeline_operators import action_variants, operator_table
 from simulator.pipeline_passes import simulate_operators
+from simulator.profiles import load_profile
 from simulator.program import BufferKind, Collective
 from simulator.schedules import ActionKind, make_schedule
 from tests.planner.lowering.plans import one_stage, pipelined, recomputing

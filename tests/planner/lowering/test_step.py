@@ -22,7 +22,7 @@ from planner.lowering.visits import Visits
 from planner.planning.prediction import predict, predict_plan
 from planner.plans.plan import LayerRules, Plan, RecomputeRange, expanded_rules
 from simulator.columns import Changes, ProgramColumns, SegmentColumns, columns
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.timing import task_times
 from tests.planner.lowering.plans import one_stage, recomputing
 from tests.planner.search.problems import captured, deepened

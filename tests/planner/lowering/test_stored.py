@@ -22,7 +22,8 @@ from planner.plans.plan import Plan, RecomputeRange, expanded_rules
 from simulator import fast_engine
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
-from simulator.hardware import Hardware, Reliability, load_profile
+from simulator.hardware import Hardware, Reliability
+from simulator.profiles import load_profile
 from simulator.program import DISK, HOST, BufferKind, Collective, Kernel, Phase
 from simulator.timing import task_times
 from tests.planner.execution.made import make_plan

@@ -14,7 +14,7 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.planning.prediction import predict, predict_plan
 from planner.plans.plan import Plan
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Collective, Phase, Task
 from tests.planner.lowering.plans import one_stage, pipelined
 from tests.planner.search.problems import captured

@@ -28,7 +28,7 @@ from planner.published.estimate.training_run import (
     TransformerShape,
 )
 from planner.published.results import Metrics
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 SHAPE = TransformerShape(
     name="any", layers=2, hidden=64, heads=2, key_value_heads=2, head_size=32, feed_forward=256, vocabulary=100,

@@ -23,7 +23,7 @@ from planner.published.fitting_layered import (
     priors,
 )
 from planner.published.reading import MeasuredRow
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Kernel
 
 TRUE = LayeredCoefficients(

@@ -21,7 +21,7 @@ from planner.published.known_models import billions, known_model
 from planner.published.measurement_file import FileRow
 from planner.published.reading import MeasuredRow, measured_row, read_measurements
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.measurements import COLUMNS, PLAIN, write_measurements
 
 MEASUREMENTS = Path(__file__).parents[3] / "../shared/measurements"

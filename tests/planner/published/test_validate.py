@@ -22,7 +22,7 @@ from planner.published.estimate.training_run import RunPrediction, TrainingRun
 from planner.published.predictions import COLUMNS, prediction_lines, score
 from planner.published.reading import read_measurements
 from simulator.errors import ProfileError
-from simulator.hardware import check_profile
+from simulator.profiles import check_profile
 from tests.measurements import write_measurements
 
 GIB = 2**30

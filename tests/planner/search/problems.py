@@ -15,7 +15,8 @@ from planner.search.problem.costs import MeshCosts
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 from tests.planner.graph.conftest import small_network
 
 BUCKET_BYTES = 2**18

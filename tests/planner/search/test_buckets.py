@@ -12,7 +12,7 @@ from planner.plans.request import Pins
 from planner.search.configurations.buckets import BUCKETS, LARGEST_PENDING, MIB, USUAL, DataAxis, bucket_bytes
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 A100 = load_profile("dgx-a100")
 WIDE = Configuration(data=128, order=("pipeline", "context", "expert", "data", "tensor"), tensor=8)

@@ -15,7 +15,7 @@ from planner.search.candidates import Found, Known, Misfit, Space, closed, explo
 from planner.search.dynamic_programming import fastest, once_s, solve
 from planner.search.problem.unaligned import aligned
 from planner.search.problem.variables import Kind
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh, make_problem
 
 

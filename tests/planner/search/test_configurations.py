@@ -37,8 +37,9 @@ from planner.search.stages.partition import partition
 from planner.search.stages.task import PartitionTask
 from planner.search.units.labels import StageTables
 from planner.search.units.records import Least
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
 from simulator.launches import SHARDED
+from simulator.profiles import load_profile
 from tests.planner.search.made_tables import MadeTables, MadeUnit, made_tables
 from tests.planner.search.problems import captured
 from tests.planner.search.test_pipeline_partition import brute_force

@@ -30,8 +30,9 @@ from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.explored import Placed
 from planner.search.stages.partition import partition
 from planner.search.stages.task import simplified
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
 from simulator.launches import SHARDED
+from simulator.profiles import load_profile
 from simulator.program import Kernel
 from tests.planner.search.problems import captured
 

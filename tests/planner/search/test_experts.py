@@ -23,7 +23,7 @@ from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import node_rules
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Kernel
 
 HEAVY = MixtralConfig(

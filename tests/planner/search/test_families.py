@@ -27,7 +27,7 @@ from planner.search.units.stage_tables import Stage
 from planner.search.units.unit_terms import unit_terms
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Collective
 from tests.planner.search.problems import BUCKET_BYTES, captured, captured_small
 

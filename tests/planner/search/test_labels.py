@@ -31,7 +31,7 @@ from planner.search.units.rules import rules_of
 from planner.search.units.stage_tables import ENTRY, EXIT
 from planner.sharding.placement import Mesh
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, captured, captured_small, make_mesh
 
 WEIGHTS = st.builds(

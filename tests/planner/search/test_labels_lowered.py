@@ -25,8 +25,9 @@ from planner.search.units.rules import rules_of
 from planner.sharding.placement import Mesh
 from simulator.corrections import kernel_factor, message_time
 from simulator.errors import InputError
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
 from simulator.kernels import has_shape_model, kernel_time, shaped_time
+from simulator.profiles import load_profile
 from simulator.program import BufferKind, Phase, Program, Task
 from simulator.topology import group_shape
 from tests.planner.search.problems import BUCKET_BYTES, captured_small, deepened, make_mesh

@@ -16,7 +16,7 @@ from planner.search.problem.solution import node_rules
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import has_rule, rules_for
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.sharding.small_networks import graph
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from planner.search.configurations.passes import Row, paced_passes, passes_beside_messages
-from simulator.hardware import load_profile
 from simulator.launches import LAUNCH
+from simulator.profiles import load_profile
 from tests.planner.search.made_tables import MadeUnit, labels
 
 SECONDS = st.floats(0.0, 1.0)

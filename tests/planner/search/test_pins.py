@@ -17,7 +17,7 @@ from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.search.problems import captured
 
 A100 = load_profile("dgx-a100")

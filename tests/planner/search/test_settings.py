@@ -19,7 +19,7 @@ from planner.search.problem.states import StatesOnMesh
 from planner.search.problem.together import time_together
 from planner.search.problem.variables import Decisions, Kind, decisions
 from planner.sharding.placement import Mesh, MeshAxis
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from planner.graph.folding import fold, unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.search.units.labels import Weights, stage_decisions, stage_tables
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, make_mesh
 from tests.planner.sharding.small_networks import BatchTensor
 

@@ -27,7 +27,7 @@ from planner.sharding.cuts import OperatorCuts
 from planner.sharding.placement import REPLICATE, MeshAxis, placement_name
 from planner.sharding.rules import Rule
 from simulator.errors import ContextError, InputError, UnsupportedError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh
 from tests.planner.search.test_labels import brute_force
 

@@ -18,7 +18,7 @@ from planner.search.dynamic_programming import fastest, smallest, solve
 from planner.search.problem.solution import node_rules
 from planner.search.problem.unaligned import aligned, in_runs
 from simulator.errors import UnsupportedError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.search.problems import captured, make_mesh, make_problem
 
 

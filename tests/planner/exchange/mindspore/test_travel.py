@@ -25,7 +25,7 @@ from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.plan import Plan
 from planner.sharding.redistribution import redistribution
 from simulator.errors import InputError, StrategyError, UnsupportedError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Collective, Task
 from tests.planner.lowering.plans import one_stage, pipelined
 from tests.planner.search.problems import captured

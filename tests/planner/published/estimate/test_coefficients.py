@@ -12,8 +12,8 @@ from planner.cost.stacks import family_of
 from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS, NEUTRAL, combine, gather, stack_key
 from planner.published.estimate.step import Coefficients
 from planner.published.estimate.training_run import TrainingRun
-from simulator.hardware import profile_names
 from simulator.profile_file import TrainingPart
+from simulator.profiles import profile_names
 from tests.planner.published.estimate.transformers import profile, run
 
 

@@ -29,7 +29,7 @@ from planner.published.estimate.training_run import (
     TransformerShape,
 )
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 NEUTRAL = LayeredParameters()
 A2 = "ascend910b-atlas800t-a2"

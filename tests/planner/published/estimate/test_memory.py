@@ -28,7 +28,7 @@ from planner.published.estimate.training_run import (
     TransformerShape,
 )
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from simulator.program import Kernel
 
 A100 = load_profile("dgx-a100")

@@ -11,7 +11,7 @@ from planner.cost.stacks import AttentionKernel, Stack
 from planner.published.estimate.memory import training_memory
 from planner.published.estimate.memory_outside import context_bytes, workspace_bytes
 from planner.published.estimate.training_run import TrainingSetup
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 from tests.planner.published.estimate.test_memory import llama, run
 
 GIB, MIB = 2**30, 2**20

@@ -15,7 +15,8 @@ from planner.published.estimate.training_run import (
     TrainingSetup,
     TransformerShape,
 )
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 
 GPT = TransformerShape(
     name="gpt", layers=24, hidden=2048, heads=16, key_value_heads=16, head_size=128, feed_forward=8192,
