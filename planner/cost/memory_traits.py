@@ -234,3 +234,6 @@ UNEVEN_ROUTING = 1.1
 tests alone it would be 1.1 to 1.15, to MindSpeed-LLM's more than 1.3."""
 EIGHT_BIT_OPTIMIZERS = ("adamw8bit",)
 """Those that keep them in 8 bits."""
+SUB_GROUP_ELEMENTS = 1e9
+"""Parameters that DeepSpeed's ZeRO-3 updates at once: the default of ``sub_group_size`` (its configuration's
+documentation, ``zero_optimization``)."""

@@ -144,7 +144,7 @@ class _Rank:
         gathered = self._gathered(content, parameters.total)
         communication = self._communication(content, parameters.total)
         moving = activations + working + gathered + communication
-        step, moved = step_bytes(setup, self.traits) * shard, activations + working + gathered
+        step, moved = step_bytes(setup, self.traits, shard), activations + working + gathered
         first = self._first_step(content, states, moving, step) if first_step else 0.0
         cached = self._cached(content, min(step, moved), step)
         late = max(step, moved) - max(step, moved - late)  # by the update all gradients are there
@@ -161,6 +161,7 @@ class _Rank:
                 first_step=first,
                 cached=cached,
                 late=late,
+                other_stream=late if self.setup.optimizer_sharding is OptimizerSharding.ZERO3 else 0.0,
                 freed=freed,
                 workspace=workspace_bytes(self.traits, setup, self.hardware) + self._standing(content),
                 several_in_flight=in_flight > 1,
@@ -401,7 +402,11 @@ def _activations(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
-    """Bytes that come and go, at the fullest moment, and the libraries' workspaces."""
+    """Bytes that come and go, at the fullest moment, and the libraries' workspaces.
+
+    Of the gradients that come ``late``, those made on another stream than activations (``other_stream``) find no free
+    blocks: the allocator has a pool for each stream, and FSDP scatters gradients beside the backward pass.
+    """
 
     activations: float
     working: float
@@ -410,6 +415,7 @@ class _Moment:
     first_step: float = 0.0
     cached: float = 0.0
     late: float = 0.0
+    other_stream: float = 0.0
     freed: float = 0.0
     workspace: float = 0.0
     several_in_flight: bool = False
@@ -424,7 +430,7 @@ def _stage_memory(
     # States are allocated once, in large pieces: only what comes and goes leaves fragments.
     headroom = traits.in_flight_share * moment.activations if moment.several_in_flight else 0.0
     share = traits.many_sizes_share if moment.many_sizes else traits.reserved_share
-    slack = max(traits.allocator_bytes + share * moving, moment.freed) + headroom
+    slack = max(traits.allocator_bytes + share * moving, moment.freed) + headroom + moment.other_stream
     if traits.takes_whole_device:
         slack = max(slack, hardware.device_memory_bytes - states.total - moving - moment.workspace)
     return StageMemory(

@@ -30,7 +30,7 @@ class MemoryFigure(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes on one rank of one pipeline stage at its peak; the first nine add up to ``allocated_bytes``.
+    """Bytes on one rank of one pipeline stage at its peak; the first nine, less ``late``, are ``allocated_bytes``.
 
     ``working`` are the recomputed values and gradients of the layer that goes back, or the logits and the loss where
     these are larger; ``gathered_parameters`` whole layers of sharded parameters; ``allocator_slack`` what the
@@ -39,8 +39,8 @@ class StageMemory:
     Four more are apart: ``headroom`` is the share of ``allocator_slack`` that a run needs in order to fit but that no
     tool shows while memory is plentiful, none where gradients go and come with every micro-batch; ``cached`` are free
     blocks that tools show while memory is plentiful and that the allocator gives back before a run fails; ``late`` is
-    the share of ``gradients`` that is not there yet when the others are at their fullest, though its blocks are kept;
-    ``first_step_bytes`` are the live tensors of the first step.
+    the share of ``gradients`` that is not there yet when the others are at their fullest; ``first_step_bytes`` are the
+    live tensors of the first step.
     """
 
     parameters: float
@@ -64,7 +64,7 @@ class StageMemory:
         """Live tensors."""
         return (
             self.parameters + self.gradients + self.master_weights + self.moments + self.activations
-            + self.working + self.gathered_parameters + self.communication + self.workspace
+            + self.working + self.gathered_parameters + self.communication + self.workspace - self.late
         )  # fmt: skip
 
     @property
@@ -84,8 +84,9 @@ class StageMemory:
         return shown + self.context if outside else shown
 
     def components(self) -> dict[str, float]:
-        """Every part by name; they add up to ``device_bytes``."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_COMPONENTS}
+        """Every part by name, gradients as far as they are there; they add up to ``device_bytes``."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_COMPONENTS}
+        return {**found, "gradients": self.gradients - self.late}
 
 
 _NO_COMPONENTS = ("headroom", "cached", "late", "first_step_bytes")
@@ -126,8 +127,8 @@ class MemoryEstimate:
         """What the tools that measure memory would show."""
         devices = [stage.shown_bytes(self.limit_bytes, outside=True) for stage in self.stages]
         return {
-            MemoryFigure.ALLOCATED: max(stage.allocated_bytes - stage.late for stage in self.stages),
-            MemoryFigure.LAST_STAGE_ALLOCATED: self.stages[-1].allocated_bytes - self.stages[-1].late,
+            MemoryFigure.ALLOCATED: self.allocated_bytes,
+            MemoryFigure.LAST_STAGE_ALLOCATED: self.stages[-1].allocated_bytes,
             MemoryFigure.FIRST_STEP_ALLOCATED: max(stage.first_step_bytes for stage in self.stages),
             MemoryFigure.RESERVED: max(stage.shown_bytes(self.limit_bytes) for stage in self.stages),
             MemoryFigure.DEVICE: max(devices),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.memory_traits import EIGHT_BIT_OPTIMIZERS, LOW_PRECISION_BYTES, MOMENTS, MemoryTraits
+from planner.cost.memory_traits import (
+    EIGHT_BIT_OPTIMIZERS,
+    LOW_PRECISION_BYTES,
+    MOMENTS,
+    SUB_GROUP_ELEMENTS,
+    MemoryTraits,
+)
 from planner.published.estimate.stage_parameters import RankParameters
 from planner.published.estimate.training_run import OptimizerSharding, TrainingSetup
 from simulator.errors import InputError
@@ -83,19 +89,20 @@ def accumulated_apart(setup: TrainingSetup) -> bool:
     return setup.gradient_bytes == _BOTH_GRADIENTS
 
 
-def step_bytes(setup: TrainingSetup, traits: MemoryTraits) -> float:
-    """Bytes a parameter that the optimizer step needs for a moment.
+def step_bytes(setup: TrainingSetup, traits: MemoryTraits, shard: float) -> float:
+    """Bytes that the optimizer step needs for a moment on a rank that updates `shard` parameters.
 
-    16-bit gradients are copied to float32; DeepSpeed clones and flattens them before (2 + 2 + 4 bytes,
-    ``stage_1_and_2.py``), but for a single replica, whose partition they all lie in already; PyTorch's multi-tensor
-    Adam holds the denominators.
+    16-bit gradients are copied to float32. DeepSpeed clones and flattens them before (2 + 2 + 4 bytes,
+    ``stage_1_and_2.py``), but for a single replica, whose partition they all lie in already. With ZeRO-3 it updates
+    one group of parameters after the other (``sub_group_size``, ``stage3.py``). PyTorch's multi-tensor Adam holds the
+    denominators.
     """
     if setup.offload_optimizer or LOW_PRECISION_BYTES[setup.precision] == 4 or _pure(setup, traits):
         return 0.0
     if accumulated_apart(setup):
         return 0.0  # the sums are float32 already, and the update works on views of them
     if setup.reduce_bucket_elements:
-        return 8.0 if shards(setup)[0] > 1 else 6.0
-    if setup.gradient_bytes < 4:
-        return 4.0
-    return traits.step_bytes
+        grouped = setup.optimizer_sharding is OptimizerSharding.ZERO3
+        updated = min(shard, SUB_GROUP_ELEMENTS) if grouped else shard
+        return (8.0 if shards(setup)[0] > 1 else 6.0) * updated
+    return (4.0 if setup.gradient_bytes < 4 else traits.step_bytes) * shard

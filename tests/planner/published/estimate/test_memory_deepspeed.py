@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planner.cost.memory_traits import PLAIN_LOSS_BYTES, traits_of
+from planner.cost.memory_traits import PLAIN_LOSS_BYTES, SUB_GROUP_ELEMENTS, traits_of
 from planner.cost.stacks import Stack
 from planner.published.estimate.memory import training_memory
 from planner.published.estimate.training_run import OptimizerSharding, TrainingRun, TrainingSetup
@@ -88,3 +88,16 @@ def test_gradients_that_are_made_anew_leave_holes_that_tools_show() -> None:
     assert held.headroom == pytest.approx(traits_of(Stack.DEEPSPEED).in_flight_share * held.activations)
     assert anew.headroom == 0
     assert anew.allocator_slack >= held.headroom
+
+
+def test_zero3_updates_one_group_of_parameters_after_the_other() -> None:
+    """``sub_group_size`` bounds the copies of gradients; ZeRO-2 makes those of its whole shard at once."""
+    network = gpt(24, 6144, 48, sequence_length=32, learned_positions=32)
+    sharded = {"dp": 4, "gradient_bytes": 2, "reduce_bucket_elements": 5e8, "stack": Stack.DEEPSPEED}
+    working = {}
+    for sharding in (OptimizerSharding.ZERO2, OptimizerSharding.ZERO3):
+        stage = training_memory(run(network, **sharded, optimizer_sharding=sharding)).fullest
+        assert stage.moments / 8 > SUB_GROUP_ELEMENTS
+        working[sharding] = stage.working
+        assert working[OptimizerSharding.ZERO2] == pytest.approx(8 * stage.moments / 8)
+    assert working[OptimizerSharding.ZERO3] <= 8 * SUB_GROUP_ELEMENTS < working[OptimizerSharding.ZERO2]
