@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.models import resnet50
 
-import planner
-from planner.execution.launch.progress import loss_monitor
-from planner.networks.zoo.resnet import ResNet
+import meshwright as mw
 
 CLASSES = 10
 BATCH, STEPS = 32, 2
@@ -36,12 +35,12 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = ResNet((3, 4, 6, 3), CLASSES)
+        self.backbone = resnet50(num_classes=CLASSES)
         self.loss = SoftmaxCrossEntropyExpand()
 
     def forward(self, image: Tensor, label: Tensor) -> Tensor:
         """Mean loss of images ``(batch, 3, 32, 32)`` against class numbers ``(batch,)``."""
-        return self.loss(self.backbone.logits(image), label)  # type: ignore[no-any-return]
+        return self.loss(self.backbone(image), label)  # type: ignore[no-any-return]
 
 
 def network() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -51,12 +50,16 @@ def network() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 def main() -> None:
     """Plan, then train a few steps, whose losses must be those of one process."""
-    planner.set_auto_parallel_context(parallel_mode="auto_parallel", device_num=8, gradients_mean=True)
-    found = planner.plan(network, "ascend910-atlas800", global_batch=BATCH, precision="fp32", optimizer="momentum")
-    plan, step = found.plan, found.prediction.step_time_s
-    print(f"data {plan.degree('data')} × tensor {plan.degree('tensor')} × {plan.pipeline} stages, {step * 1e3:.3g} ms")
-    monitor = loss_monitor(print, STEPS)
-    report = planner.execute(found, steps=STEPS, precision="fp64", verify=True, monitor=monitor)
+    result = mw.plan(
+        network, hardware="ascend910-atlas800", devices=8, global_batch=BATCH, precision="fp32", optimizer="momentum"
+    )
+    best, step = result.best, result.prediction.step_time_s
+    print(f"data {best.dp} × tensor {best.tp} × {best.pp} stages, {step * 1e3:.3g} ms")
+
+    def say(step: int, loss: float) -> None:
+        print(f"step: {step + 1} of {STEPS}, loss: {loss:.6g}")
+
+    report = result.execute(steps=STEPS, precision="fp64", verify=True, monitor=say)
     print(f"largest difference from the losses of one process: {report.max_loss_difference:.3g}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from simulator.whole_file import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from planner.planning.simulating import SimulatedStep
     from planner.plans.plan import Plan
     from simulator.timeline import Timeline
 
@@ -52,8 +53,15 @@ class Picture:
     title: str
     step_time_s: float
     lanes: Sequence[str]
-    bars: Iterable[Bar]
+    bars: Sequence[Bar]
     curves: Sequence[tuple[FloatArray, FloatArray]]
+
+    def save(self, path: str | Path) -> Path:
+        """Write the picture as SVG or PNG, by the ending of `path`."""
+        return write_picture(self, path)
+
+    def _repr_svg_(self) -> str:
+        return picture_svg(self)
 
 
 def step_picture(timeline: Timeline, program: Program, *, title: str) -> Picture:
@@ -63,7 +71,7 @@ def step_picture(timeline: Timeline, program: Program, *, title: str) -> Picture
         title=title,
         step_time_s=timeline.step_time_s,
         lanes=list(dict.fromkeys((COMPUTE_STREAM, *used))),
-        bars=_bars(timeline, program),
+        bars=list(_bars(timeline, program)),
         curves=[_memory(timeline)],
     )
 
@@ -173,22 +181,25 @@ def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
     return np.append(moments[starts], timeline.step_time_s), np.append(peaks, levels[-1])
 
 
+def drawn_step(step: SimulatedStep) -> Picture:
+    """Picture of a simulated step."""
+    plan = step.plan
+    title = f"{plan.network} on {plan.devices} × {plan.hardware}: {seconds_text(step.prediction.step_time_s)}"
+    if step.pipeline is not None:
+        from reports.pipeline_timeline import pipeline_picture
+
+        return pipeline_picture(step.pipeline, title=title)
+    assert step.stage is not None
+    timeline, program = step.stage
+    return step_picture(timeline, program, title=title)
+
+
 def plan_picture(plan: Plan, source: Path) -> Picture:
     """Picture of the simulated step of the plan in the strategy file `source`."""
     from planner.cost.software import machine_of
-    from planner.planning.loading import lower_strategy, predict_pipeline_strategy
-    from planner.planning.planning import predict
+    from planner.planning.simulating import simulated_step
 
-    hardware = machine_of(plan)
-    head = f"{plan.network} on {plan.devices} × {plan.hardware}"
-    if plan.pipeline * plan.virtual > 1:
-        from reports.pipeline_timeline import pipeline_picture
-
-        found = predict_pipeline_strategy(plan, source, hardware)
-        return pipeline_picture(found, title=f"{head}: {seconds_text(found.prediction.step_time_s)}")
-    lowered = lower_strategy(plan, source)
-    prediction, timeline = predict(plan, lowered, hardware)
-    return step_picture(timeline, lowered.program, title=f"{head}: {seconds_text(prediction.step_time_s)}")
+    return drawn_step(simulated_step(plan, machine_of(plan), source=str(source)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -31,6 +31,7 @@ ROOMS = (
     "reports",
     "planner",
     "planner.cli",
+    "meshwright",
 )
 """From the ground up. `planner` itself is its façade, whose names come from all rooms."""
 

@@ -74,7 +74,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "tensor_overlap": plan.tensor_overlap,
         "expert_overlap": plan.expert_overlap,
         "sent_once": plan.sent_once,
-        "recompute": plan.recompute,
+        "recompute": plan.recomputation,
         "recompute_messages": all(part.messages for part in plan.recompute_ranges),
         "optimizer_sharding": plan.optimizer_sharding,
         "shard_size": plan.shard_size,

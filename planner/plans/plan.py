@@ -212,6 +212,28 @@ class Plan:
         """Size of the mesh axis called `axis`, 1 where the mesh has none."""
         return next((a.size for a in self.mesh.axes if a.name == axis), 1)
 
+    def layer_modes(self) -> tuple[str, ...]:
+        """Mode of recomputation of each layer of the runs of equal blocks, in the order of the network.
+
+        A range that begins or ends at a unit beside the blocks begins or ends with the blocks.
+        """
+        names = [f"{part.prefix}.{number}" for part in self.layers for number in range(part.first, part.last + 1)]
+        names = list(dict.fromkeys(names))
+        places = {name: place for place, name in enumerate(names)}
+        modes = ["none"] * len(names)
+        for part in self.recompute_ranges:
+            if part.first == part.last and part.first not in places:
+                continue
+            first, last = places.get(part.first, 0), places.get(part.last, len(names) - 1)
+            modes[first : last + 1] = [part.mode] * (last + 1 - first)
+        return tuple(modes)
+
+    @property
+    def recomputation(self) -> str:
+        """``none``, ``selective`` or ``full`` where all layers have that mode, else ``mixed``."""
+        modes = set(self.layer_modes()) if self.recompute != "none" else set()
+        return self.recompute if len(modes | {self.recompute}) == 1 else "mixed"
+
 
 def expanded_rules(plan: Plan) -> dict[str, NodeRules]:
     """Strategies by name for every node of the unfolded graph."""

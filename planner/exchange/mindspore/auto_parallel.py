@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from planner.exchange.mindspore.context import AutoParallelContext, current_context
 from planner.exchange.mindspore.entry import Planned, plan_under
 from planner.exchange.mindspore.pipeline import Pipeline
-from planner.exchange.mindspore.sources import source_of
+from planner.networks.given import source_of
 from planner.networks.marks import Marks
 from simulator.checks import boolean, choice, integer
 from simulator.errors import ContextError, UnsupportedError
 
 if TYPE_CHECKING:
-    from planner.exchange.mindspore.sources import Source
+    from planner.networks.given import Source
     from planner.networks.network import Network
 
 MODES: Mapping[str, tuple[str, str | None]] = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.exchange.mindspore.context import AutoParallelContext
 from planner.exchange.mindspore.requests import request_of
-from planner.exchange.mindspore.sources import source_of
+from planner.networks.given import source_of
 from simulator.errors import ContextError, InfeasibleError
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from planner.exchange.mindspore.sources import source_of
+from planner.networks.given import source_of
 from planner.networks.marks import LARGEST_STAGE, Marks
 from simulator.checks import integer
 from simulator.errors import ContextError
 
 if TYPE_CHECKING:
-    from planner.exchange.mindspore.sources import Source
+    from planner.networks.given import Source
 
 
 class Pipeline:

@@ -1,12 +1,16 @@
-"""What a network may be given as: a specification, a factory, or a module with its inputs."""
+"""What a caller may give as a network: a specification, a factory, a model of transformers, or a module."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from planner.graph import cache
 from simulator.errors import ContextError
 
 if TYPE_CHECKING:
@@ -16,19 +20,24 @@ if TYPE_CHECKING:
 
 
 FORMS = (
-    "a specification such as 'zoo:gpt2', a factory that returns (module, inputs) or (module, inputs, loss), or a "
-    "torch.nn.Module with inputs"
+    "a specification such as 'zoo:gpt2', a configuration or model of transformers, a factory that returns "
+    "(module, inputs) or (module, inputs, loss), or a torch.nn.Module with inputs"
 )
 
 
 def source_of(network: Any, inputs: Any = None, loss: Any = None) -> str | Network:
-    """The specification of a network, or the network itself where only this process has it.
+    """Return the specification of a network, or the network itself where only this process has it.
+
+    A configuration of transformers, or a model without `inputs`, is written to a ``config.json`` in the cache folder
+    and named by ``hf:``, so that strategy files and other processes find it.
 
     Raises
     ------
     ContextError
-        It is none of these, or inputs are missing, or given where they are not wanted.
+        The network has none of the known forms, or inputs are missing or not wanted.
     """
+    if inputs is None and loss is None and (config := _transformers_config(network)) is not None:
+        return _stored_config(config)
     if callable(getattr(network, "named_modules", None)) and not isinstance(network, type):
         return _of_module(network, inputs, loss)
     if inputs is not None or loss is not None:
@@ -42,8 +51,30 @@ def source_of(network: Any, inputs: Any = None, loss: Any = None) -> str | Netwo
     raise ContextError(f"network {network!r:.80} is of type {type(network).__name__}; give {FORMS}")
 
 
+def _transformers_config(network: Any) -> Any:
+    """Return the configuration of a transformers model, or one that is given itself; None for anything else."""
+    if hasattr(network, "peft_config"):  # its adapters are trained, which the model's configuration does not say
+        return None
+    for found in (network, getattr(network, "config", None)):
+        if callable(getattr(found, "to_diff_dict", None)) and getattr(found, "model_type", ""):
+            return found
+    return None
+
+
+def _stored_config(config: Any) -> str:
+    text = json.dumps(config.to_diff_dict() | {"model_type": config.model_type}, indent=2, sort_keys=True, default=str)
+    root = cache.folder() or Path(tempfile.gettempdir()) / "meshwright"
+    folder = root / "configs" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    if not (folder / "config.json").is_file():
+        from simulator.whole_file import write_whole
+
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "config.json", text + "\n")
+    return f"hf:{folder}"
+
+
 def _of_factory(factory: Callable[..., Any]) -> str:
-    """The specification with which any process finds a function of a module."""
+    """Return the specification with which any process finds a function of a module."""
     name, module = getattr(factory, "__qualname__", ""), getattr(factory, "__module__", "")
     if not name.isidentifier():
         raise ContextError(

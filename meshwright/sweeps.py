@@ -1,0 +1,159 @@
+"""Sweeps over clusters and device counts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.plans import HardwareLike, PinOptions, TrainingPlan, html_table, pin_texts, profile_of
+from planner.planning import summary
+from planner.what_if.options import WhatIfOptions, batch_rule
+from planner.what_if.rows import WhatIfRow, row_document
+from planner.what_if.sweep import what_if as swept
+from simulator.hardware import Hardware, load_profile
+from simulator.quantities import percent_text
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from meshwright.plans import NetworkLike, PinValue
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIfResult:
+    """The best plan on each cluster at each device count.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> sweep = mw.what_if("zoo:mlp", hardware=["dgx-a100", "dgx-h100"], devices=[1, 8])
+    >>> [(row["hw"], row["devices"]) for row in sweep.rows()]
+    [('dgx-a100', 1), ('dgx-a100', 8), ('dgx-h100', 1), ('dgx-h100', 8)]
+    >>> sweep.plan("dgx-h100", 8).devices
+    8
+    """
+
+    network: str
+    batch_rule: str
+    found: tuple[WhatIfRow, ...] = field(repr=False)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one document for each point, as ``meshwright what-if --json`` prints them."""
+        return [row_document(row) for row in self.found]
+
+    def plan(self, hardware: str, devices: int) -> TrainingPlan:
+        """Return the best plan of one point.
+
+        Raises
+        ------
+        KeyError
+            There is no such point, or no plan fits there.
+        """
+        for row in self.found:
+            if (row.hardware, row.devices) == (hardware, devices) and row.best is not None:
+                best = row.best
+                return TrainingPlan(plan=best.plan, hardware=load_profile(hardware), predicted=best.prediction)
+        raise KeyError((hardware, devices))
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write the sweep as a page with pictures, in one HTML file."""
+        from reports.what_if import write_what_if_page
+
+        write_what_if_page(self.found, network=self.network, batch_rule=self.batch_rule, path=Path(path))
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"{self.network}, {self.batch_rule}\n{summary.plain_text_table(*self._table())}"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{self.network}, {html.escape(self.batch_rule)}", *self._table())
+
+    def _table(self) -> tuple[list[summary.Column], list[tuple[str, ...]]]:
+        first = next((row.best for row in self.found if row.best is not None), None)
+        columns = summary.columns(first.prediction) if first is not None else (("plan", False),)
+        rows = []
+        for row in self.found:
+            start = (row.hardware, str(row.devices))
+            if row.best is None:
+                rows.append((*start, "", f"no plan: {row.reason}", *[""] * (len(columns) - 1)))
+            else:
+                scaling = "" if row.scaling_efficiency is None else percent_text(row.scaling_efficiency)
+                rows.append((*start, scaling, *summary.cells(row.best.plan, row.best.prediction)))
+        return [("hardware", False), ("devices", True), ("scaling", True), *columns], rows
+
+
+def what_if(
+    network: NetworkLike,
+    hardware: HardwareLike | Sequence[HardwareLike],
+    devices: Sequence[int],
+    *,
+    global_batch: int | None = None,
+    batch_per_device: int | None = None,
+    seq_len: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    software: str | None = None,
+    attention: str | None = None,
+    norms: str | None = None,
+    memory_headroom: float = 0.0,
+    jobs: int = 1,
+    cluster: str | None = None,
+    pins: Mapping[str, PinValue] | None = None,
+    **pinned: Unpack[PinOptions],
+) -> WhatIfResult:
+    """Find the best plan on each cluster at each device count.
+
+    Parameters
+    ----------
+    network
+        A specification such as ``"zoo:gpt2"``, a configuration or model of transformers, or a factory.
+    hardware
+        One or several profiles.
+    devices
+        Device counts.
+    global_batch, batch_per_device
+        Samples of a step at every count, or for each device; at most one of them.
+    jobs
+        Local processes that plan side by side.
+    cluster
+        ``dask://HOST:PORT`` of a scheduler whose workers plan instead.
+    seq_len, precision, optimizer, software, attention, norms, memory_headroom, pins, **pinned
+        As `meshwright.plan` has them.
+
+    Raises
+    ------
+    InputError
+        An argument is wrong for every point; what is wrong for some is the reason of their rows.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> mw.what_if("zoo:mlp", hardware="dgx-a100", devices=[1, 8]).plan("dgx-a100", 1).dp
+    1
+    """
+    from planner.networks.given import source_of
+
+    given = [hardware] if isinstance(hardware, str | PathLike | Hardware) else hardware
+    spec = source_of(network)
+    options = WhatIfOptions(
+        network=spec if isinstance(spec, str) else spec.spec,
+        hardware=tuple(profile_of(one) for one in given),
+        device_counts=tuple(sorted(set(devices))),
+        global_batch=global_batch,
+        batch_per_device=batch_per_device,
+        sequence_length=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        pins=pin_texts({**(pins or {}), **pinned}),  # type: ignore[dict-item]
+        software=software or "",
+        attention=attention or "",
+        norms=norms or "",
+        memory_headroom=memory_headroom,
+    )
+    return WhatIfResult(
+        network=options.network, batch_rule=batch_rule(options)[0], found=swept(options, jobs=jobs, cluster=cluster)
+    )

@@ -1,0 +1,121 @@
+"""Plans at a glance: the cells of the first table that a reader sees, as text.
+
+The command line, the Python interface and its HTML show the same cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
+
+if TYPE_CHECKING:
+    from planner.planning.one_stage import Candidate
+    from planner.planning.prediction import Prediction
+    from planner.plans.plan import Plan
+    from simulator.hardware import Hardware
+
+Column = tuple[str, bool]
+"""The heading of a column, and whether its cells are numbers."""
+
+
+def degrees_text(plan: Plan) -> str:
+    """Return the choices of a plan by the names of their pins; those that change nothing are left out."""
+    degrees = {
+        "dp": plan.degree("data") * plan.degree("expert"), "tp": plan.degree("tensor"), "pp": plan.pipeline,
+        "vpp": plan.virtual, "cp": plan.degree("context"), "ep": plan.degree("expert"),
+    }  # fmt: skip
+    said = [f"{name}={size}" for name, size in degrees.items() if size > 1 or name == "dp"]
+    said += [f"micro_batch={plan.micro_batch}"]
+    words = [plan.schedule, plan.optimizer_sharding, recompute_text(plan)]
+    return " ".join([*said, *(word for word in words if word != "none")])
+
+
+def recompute_text(plan: Plan) -> str:
+    """Return how a plan recomputes: one mode, or how many of its layers have which."""
+    if plan.recomputation != "mixed":
+        return "none" if plan.recompute == "none" else f"recompute={plan.recompute}"
+    modes = plan.layer_modes()
+    counts = [
+        f"{mode} in {modes.count(mode)} of {len(modes)} layers" for mode in ("full", "selective") if mode in modes
+    ]
+    return f"recompute {', '.join(counts)}" if counts else f"recompute={plan.recompute} beside the layers"
+
+
+def throughput(prediction: Prediction) -> tuple[float, str]:
+    """Return the tokens a second of a network that reads tokens, else the samples."""
+    if prediction.tokens_per_s is not None:
+        return prediction.tokens_per_s, "tokens"
+    return prediction.samples_per_s, "samples"
+
+
+def columns(prediction: Prediction) -> tuple[Column, ...]:
+    """Return the columns of `cells`."""
+    return (
+        ("plan", False),
+        ("step\ntime", True),
+        ("90 %\ninterval", True),
+        (f"{throughput(prediction)[1]}\nper s", True),
+        ("MFU", True),
+        (f"memory, of\n{bytes_text(prediction.device_memory_bytes)}", True),
+    )
+
+
+def cells(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
+    """Return the row of one plan."""
+    return (
+        degrees_text(plan),
+        seconds_text(prediction.step_time_s),
+        interval_text(*prediction.interval_s),
+        rate_text(throughput(prediction)[0], "").removesuffix(" /s"),
+        percent_text(prediction.mfu),
+        bytes_text(prediction.peak_memory_bytes),
+    )
+
+
+def heading(plan: Plan, hardware: Hardware) -> str:
+    """Return what is trained, and on what."""
+    length = f" × {plan.sequence_length} tokens" if plan.sequence_length else ""
+    return (
+        f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name}), global batch "
+        f"{plan.global_batch}{length}, {plan.precision}, {plan.optimizer}"
+    )
+
+
+def certainty(plan: Plan, prediction: Prediction) -> str:
+    """Return how sure plan and prediction are, in one line."""
+    certificate = plan.certificate
+    proof = {"optimal": "optimal", "bounded": f"at most {percent_text(certificate.gap)} from the optimum"}
+    found = proof.get(str(certificate.status), "heuristic: no bound")
+    meaning = {
+        "calibrated": "measured on this machine",
+        "interpolated": "among measured runs of this hardware",
+        "extrapolated": "no measured run of this hardware is near",
+    }
+    label = str(prediction.label)
+    return f"{found}; prediction {label}" + (f" ({meaning[label]})" if label in meaning else "")
+
+
+def plain_text_table(head: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
+    """Lay a table out as text; headings may have two lines."""
+    rows = [tuple(row) for row in rows]
+    titles = [name.split("\n") for name, _ in head]
+    depth = max(map(len, titles))
+    lines = [[([""] * depth + title)[-depth:][line] for title in titles] for line in range(depth)]
+    widths = [max(len(row[i]) for row in [*lines, *rows]) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, (_, number) in zip(row, widths, head, strict=True)
+        ).rstrip()
+        for row in [*lines, *rows]
+    )
+
+
+def candidates_text(candidates: Sequence[Candidate]) -> str:
+    """Lay plans out as text, best first."""
+    head = (("", True), *columns(candidates[0].prediction))
+    return plain_text_table(
+        head, [(str(rank), *cells(one.plan, one.prediction)) for rank, one in enumerate(candidates, 1)]
+    )
