@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meshwright.checks import CheckResult, check
     from meshwright.plans import Explanation, PinOptions, PlanResult, TrainingPlan, load, plan
-    from meshwright.profiles import calibrate
+    from meshwright.profiles import calibrate, profile
     from meshwright.sweeps import WhatIfResult, what_if
     from planner.planning.prediction import Prediction
     from simulator.errors import ExecutionError, InfeasibleError, InputError, MeshwrightError
@@ -41,6 +41,7 @@ __all__ = [
     "check",
     "load",
     "plan",
+    "profile",
     "what_if",
 ]
 
@@ -52,6 +53,7 @@ _MODULES = {
     "Hardware": "simulator.hardware",
     "Prediction": "planner.planning.prediction",
     "calibrate": "meshwright.profiles",
+    "profile": "meshwright.profiles",
 }
 
 

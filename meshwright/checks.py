@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.plans import HardwareLike, TrainingPlan, profile_of
 from planner.planning import summary
-from simulator.hardware import load_profile
+from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
     from planner.exchange.checking import Checked

@@ -19,7 +19,8 @@ from planner.planning.simulating import SimulatedStep, simulated_step
 from planner.plans.plan import Plan
 from planner.plans.request import PlanRequest
 from simulator.errors import InfeasibleError, InputError
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
     from typing import Unpack

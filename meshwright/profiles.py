@@ -1,4 +1,4 @@
-"""Hardware profiles of the user's own machine."""
+"""Hardware profiles: shipped ones, and those of the user's own machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ from os import PathLike
 from pathlib import Path
 
 from simulator.hardware import Hardware
+
+
+def profile(name_or_path: str) -> Hardware:
+    """Read a hardware profile by its name (``meshwright profiles``) or by the path of a YAML file.
+
+    Raises
+    ------
+    InputError
+        There is no such profile, or the file is wrong.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> mw.profile("dgx-h100").devices_per_node
+    8
+    """
+    from simulator.profiles import load_profile
+
+    return load_profile(name_or_path)
 
 
 def calibrate(device: str = "cpu", *, processes: int = 4, out: str | PathLike[str] = "local.yaml") -> Hardware:

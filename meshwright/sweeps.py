@@ -14,7 +14,8 @@ from planner.planning import summary
 from planner.what_if.options import WhatIfOptions, batch_rule
 from planner.what_if.rows import WhatIfRow, row_document
 from planner.what_if.sweep import what_if as swept
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 from simulator.quantities import percent_text
 
 if TYPE_CHECKING:

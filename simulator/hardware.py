@@ -249,15 +249,6 @@ class Hardware:
     attention: str = "flash2"
     rows: tuple[ProfileRow, ...] = ()
 
-    @classmethod
-    def load(cls, name_or_path: str) -> Hardware:
-        """Load a profile by its name in `hw_profiles`, or by the path of a YAML file; see `load_profile`.
-
-        >>> Hardware.load("dgx-h100").devices_per_node
-        8
-        """
-        return load_profile(name_or_path)
-
     def __hash__(self) -> int:
         # What derives from one profile is told apart by these; to compare all fields takes far longer.
         return hash((self.hash, self.cached_share, self.processes))

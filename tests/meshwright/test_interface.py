@@ -113,7 +113,7 @@ def test_a_configuration_of_transformers_is_the_network_of_its_file(tmp_path: Pa
 
 
 def test_profiles_are_given_by_name_or_as_they_are() -> None:
-    hardware = mw.Hardware.load("dgx-a100")
+    hardware = mw.profile("dgx-a100")
     assert mw.plan("zoo:mlp", hardware, 8, global_batch=512, top=1).best.plan.hardware == "dgx-a100"
 
 
