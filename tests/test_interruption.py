@@ -19,13 +19,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("interruption"))
 
 
-@pytest.mark.parametrize("target", ["command", "other"])
-@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize(("name", "target"), [(name, "command") for name in SIGNALS] + [("KILL", "other")])
 def test_a_run_that_is_interrupted_ends(name: str, target: str, bench: Bench) -> None:
     assert bench.try_case(Case(command="execute", moment=0.6, signal=name, target=target)) == []
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate", "what-if"])
-@pytest.mark.parametrize("name", ["INT", "TERM"])
+@pytest.mark.parametrize(("command", "name"), [("plan", "INT"), ("simulate", "TERM"), ("what-if", "INT")])
 def test_a_command_that_is_interrupted_ends(command: str, name: str, bench: Bench) -> None:
     assert bench.try_case(Case(command=command, moment=0.6, signal=name, target="command")) == []
