@@ -32,7 +32,7 @@ from planner.search.problem.hints import told_apart
 from planner.search.stages.unit_pins import FREE, UnitPins, of_layers
 from planner.search.units.hinted import StageHints
 from simulator.caches import in_caches
-from simulator.errors import InputError
+from simulator.errors import InputError, NetworkError
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
 
@@ -112,6 +112,11 @@ def setting_of(
         patience.wait()
     tables = shared.at(dtype)
     graph = tables.graph
+    if not any(parameter.gradient for parameter in graph.parameters):
+        raise NetworkError(
+            f"network {request.network!r} has {len(graph.parameters)} parameters, and none of them has a gradient: "
+            "there is nothing to train; give it parameters that require one and that the loss depends on"
+        )
     pins, placed = marked(request, network, graph, tables.decisions.chain, pins)
     if placed is not None:
         request = replace(request, hints=(*request.hints, *placed.hints()))

@@ -285,9 +285,13 @@ def _something_left(extent: Extent) -> None:
     pins = extent.pins
     named = " ".join(f"{name}={value}" for name, value in pins.named().items())
     remedies = [remedy for name in pins.named() if (remedy := _remedy(extent, name)) is not None]
-    advice = f"use --pin {' or '.join(remedies)}" if remedies else "leave pins out"
+    if not named:
+        advice = "use fewer devices, or another global batch"
+    else:
+        advice = f"use --pin {' or '.join(remedies)}" if remedies else "leave pins out"
     raise InputError(
-        f"pins {named} leave no configuration on {extent.devices} devices with global batch {extent.global_batch}"
+        f"{f'pins {named} leave' if named else 'there is'} no configuration on {extent.devices} devices with global "
+        f"batch {extent.global_batch}"
         f"{_why_no_schedule(extent)}; {advice}"
     )
 

@@ -1,0 +1,90 @@
+"""Requests at the edge of what makes sense get an answer or a clear error, each in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROMISE_CPU_S = 60.0
+PROMISE_BYTES = 4 * 2**30
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+NO_PARAMETERS = """
+import torch
+from torch import nn
+
+
+class Mean(nn.Module):
+    def forward(self, values):
+        return (values * values).mean()
+
+
+def make():
+    return Mean(), (torch.zeros(2, 8),)
+"""
+
+
+def planned(network: str, options: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Plan in a process that may use no more processor time than is promised."""
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (int(PROMISE_CPU_S), int(PROMISE_CPU_S) + 5))
+
+    return subprocess.run(
+        [sys.executable, "-m", "planner.cli", "plan", network, "--hw", "dgx-a100", *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(folder))), "OMP_NUM_THREADS": "1"},
+        preexec_fn=limited,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "options", "code", "says"),
+    [
+        ({"num_hidden_layers": 2000}, ("--devices", "64", "--global-batch", "64"), 0, ""),
+        ({"vocab_size": 10_000_000}, ("--devices", "8", "--global-batch", "8"), 0, ""),
+        ({}, ("--devices", "1", "--global-batch", "1", "--seq-len", "1"), 0, ""),
+        ({}, ("--devices", "8", "--global-batch", "1"), 0, ""),
+        ({}, ("--devices", "7", "--global-batch", "7"), 0, ""),
+        ({}, ("--devices", "13"), 2, "13 devices do not fit profile dgx-a100"),
+        ({}, ("--devices", "1021"), 2, "use 1016 or 1024"),
+        ({}, ("--devices", "1000000"), 2, "up to 16384 devices"),
+    ],
+)
+def test_a_request_at_the_edge(
+    sizes: dict[str, int], options: tuple[str, ...], code: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **sizes}))
+    found = planned(f"hf:{tmp_path}", options, tmp_path)
+    assert found.returncode == code, found.stderr[-2000:]
+    assert says in found.stderr
+    assert "Traceback" not in found.stderr
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < PROMISE_BYTES
+
+
+@pytest.mark.slow
+def test_a_network_without_parameters_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "parameterless.py").write_text(NO_PARAMETERS)
+    found = planned("py:parameterless:make", ("--devices", "8", "--global-batch", "8"), tmp_path)
+    assert found.returncode == 2
+    assert "none of them has a gradient: there is nothing to train" in found.stderr
