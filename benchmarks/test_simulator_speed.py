@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from simulator.profiles import load_profile
 from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.task_table import TaskTable
 from simulator.timing import task_times
-from simulator.trace import write_trace
 
 TASKS = 10_000
 PER_BLOCK = 20
@@ -105,14 +103,6 @@ def test_cost_grows_with_behaviour_not_with_devices(benchmark: Any, tensor: int)
 def test_task_times(benchmark: Any) -> None:
     program, hardware = training_like_program(), load_profile("dgx-a100")
     assert benchmark(task_times, program, hardware)[0].shape == (TASKS,)
-
-
-def test_trace(benchmark: Any, tmp_path: Path) -> None:
-    program, hardware = training_like_program(), load_profile("dgx-a100")
-    timeline = engine.simulate(program, hardware)
-    path = tmp_path / "timeline.json"
-    benchmark.pedantic(write_trace, args=(timeline, program, path), kwargs={"hardware": hardware}, rounds=3)
-    benchmark.extra_info["megabytes"] = path.stat().st_size / 1e6
 
 
 TABLES = {

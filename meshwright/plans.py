@@ -157,7 +157,7 @@ class Actions:
         --------
         >>> import meshwright as mw
         >>> mw.plan("zoo:mlp", hardware="dgx-a100", devices=8, global_batch=512).timeline().lanes[0]
-        'compute'
+        'rank 0'
         """
         from reports.timeline import drawn_step
 

@@ -1,4 +1,4 @@
-"""A picture of one simulated step: what runs on each stream or pipeline rank, and memory beneath it.
+"""A picture of one simulated step: what runs on each pipeline rank, and memory beneath it.
 
 ``python -m reports.timeline strategy.json step.svg`` draws the step of a strategy file.
 """
@@ -20,8 +20,13 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from simulator.program import COMPUTE_STREAM, Phase, Program, Task
+from planner.planning.prediction import OperatorRun, SimulatedPlan, operator_run
+from simulator.pipeline_memory import RankMemory
+from simulator.pipeline_operators import EPILOGUE, LABELS, MEETING, PROLOGUE, STREAMS
+from simulator.pipeline_trace import action_times
+from simulator.program import Phase
 from simulator.quantities import GIB, seconds_text
+from simulator.schedules import ActionKind, Schedule
 from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -29,7 +34,6 @@ if TYPE_CHECKING:
 
     from planner.planning.simulating import SimulatedStep
     from planner.plans.plan import Plan
-    from simulator.timeline import Timeline
 
 FloatArray = npt.NDArray[np.float64]
 Bar = tuple[str, str, float, float]
@@ -41,9 +45,9 @@ COLORS = {
     Phase.UPDATE.value: "#1f9d77",
     "communication": "#d9822b",
 }
-MAX_BARS = 20_000
+MAX_LANES = 16
+"""Of more ranks only so many are drawn, the first and the last among them."""
 MERGE_FRACTION = 1 / 1500
-MEMORY_POINTS = 1500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +68,68 @@ class Picture:
         return picture_svg(self)
 
 
-def step_picture(timeline: Timeline, program: Program, *, title: str) -> Picture:
-    """Picture of a step of one stage, a lane for each stream."""
-    used = (task.stream for segment in program.segments for task in segment.tasks)
+def step_picture(found: SimulatedPlan, *, title: str) -> Picture:
+    """Picture of a step, a lane for each rank: passes, updates and the collectives that all wait for.
+
+    A rank alone has lanes for its messages as well.
+    """
+    run, ranks = operator_run(found), found.lowered.schedule.ranks
+    drawn = np.unique(np.linspace(0, ranks - 1, min(ranks, MAX_LANES)).round().astype(int)).tolist()
+    lanes, bars = [_lane(rank) for rank in drawn], list(_bars(found.lowered.schedule, run, frozenset(drawn)))
+    if ranks == 1:
+        sent = list(_messages(run))
+        lanes += dict.fromkeys(lane for lane, *_ in sent)
+        bars += sent
     return Picture(
         title=title,
-        step_time_s=timeline.step_time_s,
-        lanes=list(dict.fromkeys((COMPUTE_STREAM, *used))),
-        bars=list(_bars(timeline, program)),
-        curves=[_memory(timeline)],
+        step_time_s=found.result.length_s,
+        lanes=lanes,
+        bars=bars,
+        curves=[_curve(run.memory[rank], found.result.length_s) for rank in drawn],
     )
+
+
+def _lane(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _bars(schedule: Schedule, run: OperatorRun, drawn: frozenset[int]) -> Iterator[Bar]:
+    """Every pass of the drawn ranks; of a pair that runs together, the forward pass first and the other behind it."""
+    starts, ends = action_times(schedule, run.table, run.times, run.actions)
+    for leader in schedule.leaders.tolist():
+        rank = int(schedule.action_rank[leader])
+        if rank in drawn:
+            start, end = float(starts[leader]), float(ends[leader])
+            members = [leader, leader + 1] if schedule.paired[leader] else [leader]
+            width = (end - start) / len(members)
+            for place, action in enumerate(members):
+                forward = schedule.kind[action] == ActionKind.FORWARD
+                phase = Phase.FORWARD if forward else Phase.BACKWARD
+                yield _lane(rank), phase.value, start + place * width, start + (place + 1) * width
+    label = run.table.label
+    for kind, tasks in (
+        ("communication", np.flatnonzero(label == MEETING)),
+        (Phase.UPDATE.value, np.flatnonzero((label == PROLOGUE) | (label == EPILOGUE))),
+    ):
+        for task in tasks.tolist():
+            rank = int(run.table.stream_rank[run.table.stream[task]])
+            if rank in drawn and run.times[1][task] > run.times[0][task]:
+                yield _lane(rank), kind, float(run.times[0][task]), float(run.times[1][task])
+
+
+def _messages(run: OperatorRun) -> Iterator[Bar]:
+    """Every message of the passes, in the lane of its stream; in order of time within a lane."""
+    for stream in range(1, STREAMS):
+        tasks = np.flatnonzero((run.table.label == stream) & (run.times[1] > run.times[0]))
+        for task in tasks[np.argsort(run.times[0][tasks], kind="stable")].tolist():
+            yield LABELS[stream], "communication", float(run.times[0][task]), float(run.times[1][task])
+
+
+def _curve(memory: RankMemory, length_s: float) -> tuple[FloatArray, FloatArray]:
+    """Bytes in use after every change, from the start of the first rank to the end of the last."""
+    times = np.concatenate([[0.0], memory.times_s, [length_s]])
+    sizes = np.concatenate([memory.total_bytes[:1], memory.total_bytes, memory.total_bytes[-1:]])
+    return times, sizes
 
 
 def picture_svg(picture: Picture) -> str:
@@ -138,23 +194,6 @@ def _draw_lanes(axes: Axes, picture: Picture, scale: float) -> None:
     axes.legend(handles=handles, ncols=4, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
 
 
-def _bars(timeline: Timeline, program: Program) -> Iterator[Bar]:
-    """Stream, kind, start and end of every task, in order; long repetitions are drawn once."""
-    for segment, times in zip(program.segments, timeline.segments, strict=True):
-        starts, ends = times.starts_s.tolist(), times.ends_s.tolist()
-        repeats = max(1, min(segment.count, MAX_BARS // max(1, len(segment.tasks))))
-        for repeat in range(repeats):
-            offset = times.offset_s + repeat * times.duration_s
-            for index in np.argsort(times.starts_s, kind="stable").tolist():
-                task = segment.tasks[index]
-                if ends[index] > starts[index]:
-                    yield task.stream, _kind(task), offset + starts[index], offset + ends[index]
-
-
-def _kind(task: Task) -> str:
-    return "communication" if task.collective is not None else task.phase.value
-
-
 def _draw_memory(axes: Axes, curves: Sequence[tuple[FloatArray, FloatArray]], scale: float) -> None:
     unit, size = ("GiB", GIB) if max(sizes.max() for _, sizes in curves) >= GIB else ("MiB", 2**20)
     for times, sizes in curves:
@@ -164,34 +203,11 @@ def _draw_memory(axes: Axes, curves: Sequence[tuple[FloatArray, FloatArray]], sc
     axes.set_ylim(bottom=0)
 
 
-def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
-    """Seconds (points,) from the start of the step and bytes in use from then on, the most of each short while."""
-    memory = timeline.memory
-    times, sizes = [np.zeros(1)], [np.array([float(memory.resident_bytes)])]
-    for segment, first, later in zip(timeline.segments, memory.first, memory.later, strict=True):
-        changes = max(1, later.times_s.size)
-        for repeat in range(max(1, min(segment.count, MAX_BARS // changes))):
-            curve = later if repeat else first
-            times.append(curve.times_s + (segment.offset_s + repeat * segment.duration_s))
-            sizes.append(curve.total_bytes.astype(np.float64))
-    moments, levels = np.concatenate(times), np.concatenate(sizes)
-    bins = np.minimum((moments / (timeline.step_time_s or 1.0) * MEMORY_POINTS).astype(np.int64), MEMORY_POINTS - 1)
-    starts = np.flatnonzero(np.diff(bins, prepend=-1))
-    peaks = np.maximum.reduceat(levels, starts)
-    return np.append(moments[starts], timeline.step_time_s), np.append(peaks, levels[-1])
-
-
 def drawn_step(step: SimulatedStep) -> Picture:
     """Picture of a simulated step."""
     plan = step.plan
     title = f"{plan.network} on {plan.devices} × {plan.hardware}: {seconds_text(step.prediction.step_time_s)}"
-    if step.pipeline is not None:
-        from reports.pipeline_timeline import pipeline_picture
-
-        return pipeline_picture(step.pipeline, title=title)
-    assert step.stage is not None
-    timeline, program = step.stage
-    return step_picture(timeline, program, title=title)
+    return step_picture(step.found, title=title)
 
 
 def plan_picture(plan: Plan, source: Path) -> Picture:

@@ -7,7 +7,7 @@ and over every shared link in proportion; together they load a link as the messa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,9 +18,9 @@ from simulator.collective_patterns import Pattern, direct_send, pairwise_all_to_
 from simulator.columns import ProgramColumns, columns
 from simulator.corrections import message_time
 from simulator.hardware import Hardware
-from simulator.program import Collective, Program, ProgramAxis
+from simulator.program import Collective, Program, ProgramAxis, Task
 from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
-from simulator.timing import group_shapes, tasks_by_work
+from simulator.timing import tasks_by_work
 from simulator.topology import group_shape, shared_links
 
 PATTERNS: Mapping[Collective, Pattern] = {Collective.ALL_TO_ALL: pairwise_all_to_all, Collective.SEND: direct_send}
@@ -67,38 +67,50 @@ def segment_transfers(
 
     That is where nothing overlaps, and where axes have links of their own and overlap slows no message.
     """
-    if not hardware.overlaps_communication:
-        return None
     program = columns(program) if isinstance(program, Program) else program
     segment = program.segments[number]
-    _, messages = tasks_by_work(segment.tasks)
-    used = np.bincount(segment.which, minlength=len(segment.tasks)).tolist()
-    messages = {key: kept for key, tasks in messages.items() if (kept := [i for i in tasks if used[i]])}
-    streams = {segment.tasks[i].stream for tasks in messages.values() for i in tasks}
+    return message_transfers(segment.tasks, segment.which, seconds, hardware, program.devices, program.axes)
+
+
+def message_transfers(
+    tasks: Sequence[Task],
+    which: IntArray,
+    seconds: FloatArray,
+    hardware: Hardware,
+    devices: int,
+    axes: tuple[ProgramAxis, ...],
+) -> Transfers | None:
+    """`segment_transfers` of rows that run ``tasks[which[i]]`` and take ``seconds[i]``, on axes of so many devices."""
+    if not hardware.overlaps_communication:
+        return None
+    _, messages = tasks_by_work(tasks)
+    used = np.bincount(which, minlength=len(tasks)).tolist()
+    messages = {key: kept for key, those in messages.items() if (kept := [i for i in those if used[i]])}
+    streams = {tasks[i].stream for those in messages.values() for i in those}
     flows = tuple(sorted((axis, collective) for collective, axis in messages)) if len(streams) > 1 else ()
-    shared = _shared(hardware, program.devices, program.axes, flows)
+    shared = _shared(hardware, devices, axes, flows)
     if not messages or not (shared.capacity.size or hardware.overlap_transfer_speed != 1):
         return None
-    shapes = group_shapes(program, hardware)
-    alone = np.zeros(len(segment.tasks))
-    alone[segment.which] = seconds
+    alone = np.zeros(len(tasks))
+    alone[which] = seconds
     latency, rate = np.zeros(len(alone)), np.zeros(len(alone))
     weights = np.zeros((len(alone), len(shared.capacity)))
     sends = np.zeros(len(alone), dtype=bool)
-    for (collective, axis), tasks in messages.items():
-        payload = np.array([segment.tasks[i].payload_bytes for i in tasks])
+    shapes = {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in axes}
+    for (collective, axis), those in messages.items():
+        payload = np.array([tasks[i].payload_bytes for i in those])
         fixed, large = message_time(hardware, collective, np.array([0.0, LARGE_BYTES]), shapes[axis])
-        latency[tasks] = np.minimum(fixed, alone[tasks])
-        sends[tasks] = True
+        latency[those] = np.minimum(fixed, alone[those])
+        sends[those] = True
         weight = shared.weights.get((axis, collective))
         if weight is not None and weight.any():
-            moving = alone[tasks] - latency[tasks]
+            moving = alone[those] - latency[those]
             # Short messages leave links idle between their pieces.
-            full = np.divide(payload * (large / LARGE_BYTES), moving, out=np.zeros(len(tasks)), where=moving > 0)
-            rate[tasks] = np.minimum(full, 1.0) * shared.widths[axis, collective]
-            weights[tasks] = weight
-    found = np.flatnonzero(sends[segment.which])
-    which = segment.which[found]
+            full = np.divide(payload * (large / LARGE_BYTES), moving, out=np.zeros(len(those)), where=moving > 0)
+            rate[those] = np.minimum(full, 1.0) * shared.widths[axis, collective]
+            weights[those] = weight
+    found = np.flatnonzero(sends[which])
+    which = which[found]
     crossed = (weights[which] > 0) & (rate[which] > 0)[:, None]
     return Transfers(
         tasks=found,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,15 +19,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError
 
-from simulator.collectives import collective_time
 from simulator.errors import ProfileError
 from simulator.hardware import Hardware, Level, is_profile_path
 from simulator.input_file import FileKind
 from simulator.profile_file import PROFILE, parse_profile
 from simulator.profile_parts import Count, NonNegative, Part
-from simulator.program import Collective, Kernel, Program
-from simulator.timing import task_times
-from simulator.topology import FabricSpec, GroupShape, Topology, cluster_topology, fabric_spec, unit_spec
+from simulator.program import Kernel
+from simulator.topology import FabricSpec, Topology, cluster_topology, fabric_spec, unit_spec
 
 FloatArray = npt.NDArray[np.float64]
 MAX_NODES = 2048
@@ -215,40 +212,3 @@ def _slowest(cluster: MixedCluster, nodes: frozenset[int]) -> Hardware:
         collective_algorithms=tuple(common),
         collective_tables=(),
     )
-
-
-def mixed_collective_time(
-    cluster: MixedCluster, collective: Collective, payload_bytes: float, group: Sequence[int]
-) -> float:
-    """Seconds of one collective in a group of devices of any types, by the slowest member's links.
-
-    Where the nodes hold the same number of members, these are one block of the hierarchy; otherwise every member counts
-    as a node of its own.
-    """
-    held = Counter(cluster.node_of(device) for device in group)
-    hardware = slowest_links(cluster, list(held))
-    counts = set(held.values())
-    inside = counts.pop() if len(counts) == 1 and max(held.values()) <= hardware.levels[0].size else 1
-    if len(hardware.levels) == 1:
-        members: tuple[int, ...] = (len(group),)
-    elif len(held) == 1 and len(hardware.levels) == 2:
-        members = (len(group), 1)
-    else:
-        members = (inside, *(1,) * (len(hardware.levels) - 2), len(group) // inside)
-    return collective_time(hardware, collective, payload_bytes, GroupShape(members=members))
-
-
-def mixed_task_times(program: Program, cluster: MixedCluster) -> list[FloatArray]:
-    """Seconds of every task of a program that all devices run in step: each the longest over the device types.
-
-    Collectives go over links of the slowest type on every level.
-    """
-    if program.devices > cluster.devices:
-        raise ProfileError(
-            f"the program needs {program.devices} devices, cluster {cluster.name} has {cluster.devices}; add nodes"
-        )
-    nodes = range(cluster.node_of(program.devices - 1) + 1)
-    links = slowest_links(cluster, nodes)
-    types = dict.fromkeys(cluster.nodes[node] for node in nodes)
-    per_type = [task_times(program, with_links(hardware, links)) for hardware in types]
-    return [np.maximum.reduce(segments) for segments in zip(*per_type, strict=True)]

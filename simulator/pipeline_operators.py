@@ -102,6 +102,11 @@ class OperatorCosts:
     overlap_sends: bool = True
     send_stall: float = 0.0
 
+    def of_action(self, kind: ActionKind, stage: int, variant: int) -> Operators:
+        """What a pass of a stage runs, by whether it is the first or the last there (`action_variants`)."""
+        passes = (self.passes, self.first, self.last)[variant]
+        return (passes if kind in passes else self.passes)[kind][stage]
+
     @property
     def stalls(self) -> bool:
         """Whether kernels stand still while messages travel beside them."""
@@ -201,6 +206,21 @@ def operator_table(schedule: Schedule, costs: OperatorCosts) -> TaskTable:
         name=f"the operators of schedule {schedule.name}",
     )
     return replace(table, meeting=meeting) if costs.meetings else table
+
+
+def pass_table(one: Operators) -> TaskTable:
+    """A pass alone on its rank, as tasks that begin when its input is there."""
+    return plain_table(
+        stream=one.communication,
+        stream_rank=np.zeros(STREAMS, dtype=np.int64),
+        stream_kind=np.array([StreamKind.COMPUTE] + [StreamKind.COMMUNICATION] * (STREAMS - 1)),
+        dependency_offsets=one.dependency_offsets,
+        dependencies=one.dependencies,
+        work=one.seconds,
+        label=one.communication,
+        labels=LABELS,
+        name="a pass",
+    )
 
 
 def task_actions(schedule: Schedule, costs: OperatorCosts) -> IntArray:

@@ -1,13 +1,14 @@
-"""A simulated step of a pipeline as a trace that Perfetto and Chrome open: one process for each pipeline rank.
+"""A simulated step as a trace that Perfetto and Chrome open: one process for each pipeline rank.
 
-Computation is drawn pass by pass (``stage F micro-batch``, as PyTorch writes schedules), messages one by one, memory as
-a counter. The format is that of `simulator.trace`.
+Computation is drawn pass by pass (``stage F micro-batch``, as PyTorch writes schedules) with its kernels inside,
+messages one by one, memory as a counter. Format: "Trace Event Format", Google, 2016, complete events (X) and counters
+(C), times in microseconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from simulator.pipeline_memory import RankMemory
 from simulator.pipeline_operators import EPILOGUE, LABELS, MEETING, PROLOGUE, SEND, STREAMS
+from simulator.program import Task
 from simulator.schedules import ActionKind, Schedule
 from simulator.task_table import FloatArray, IntArray, TaskTable
 from simulator.whole_file import write_whole
@@ -37,10 +39,13 @@ def write_pipeline_trace(
     times: tuple[FloatArray, FloatArray],
     actions: IntArray,
     memory: tuple[RankMemory, ...],
+    tasks: Iterable[tuple[int, Sequence[tuple[Task, float]]]],
     *,
     description: dict[str, Any],
 ) -> Path:
     """Write the trace of all pipeline ranks, whole or not at all.
+
+    Kernels are drawn of as many passes as the file has room for; those of a pair of passes that runs together are not.
 
     Parameters
     ----------
@@ -48,9 +53,10 @@ def write_pipeline_trace(
         What `simulator.pipeline_operators.operator_table` made, and when its tasks start and end.
     actions : (T,) action of each task, -1 for none
     memory : one a rank, at the times of this run
+    tasks : operators of passes, by their numbers in the table, and what each runs with the seconds that it takes alone
     description : what ``otherData`` says
     """
-    events = _events(schedule, table, times, actions, memory)
+    events = _events(schedule, table, times, actions, memory, tasks)
     return write_whole(path, _document(events, description))
 
 
@@ -71,6 +77,7 @@ def _events(
     times: tuple[FloatArray, FloatArray],
     actions: IntArray,
     memory: tuple[RankMemory, ...],
+    tasks: Iterable[tuple[int, Sequence[tuple[Task, float]]]],
 ) -> Iterator[str]:
     for rank in range(schedule.ranks):
         yield _event("M", rank, 0, name="process_name", args={"name": f"pipeline rank {rank}"})
@@ -82,6 +89,7 @@ def _events(
     for rank, curve in enumerate(memory):
         for time, total in zip(curve.times_s.tolist(), curve.total_bytes.tolist(), strict=True):
             yield _event("C", rank, 0, ts=time * _MICROSECONDS, name="memory", args={"bytes": total})
+    yield from _tasks(table, times, tasks)
 
 
 def _passes(
@@ -106,9 +114,11 @@ def _passes(
 def _messages(
     schedule: Schedule, table: TaskTable, times: tuple[FloatArray, FloatArray], actions: IntArray
 ) -> Iterator[str]:
+    """Messages between stages and at the end of the step, and those of pairs of passes."""
     starts, ends = times
     kind = table.label
-    for task in np.flatnonzero(((kind > 0) & (kind < STREAMS)) | (kind == SEND) | (kind == MEETING)).tolist():
+    in_pair = (kind > 0) & (kind < STREAMS) & np.append(schedule.paired, False)[actions]
+    for task in np.flatnonzero(in_pair | (kind == SEND) | (kind == MEETING)).tolist():
         if ends[task] <= starts[task]:
             continue
         label = int(kind[task])
@@ -116,6 +126,33 @@ def _messages(
         of = f" of {schedule.action(int(actions[task]))}" if actions[task] >= 0 else ""
         rank = int(table.stream_rank[table.stream[task]])
         yield _complete(rank, thread, starts[task], ends[task], name=LABELS[label] + of, cat="communication", args={})
+
+
+def _tasks(
+    table: TaskTable,
+    times: tuple[FloatArray, FloatArray],
+    tasks: Iterable[tuple[int, Sequence[tuple[Task, float]]]],
+) -> Iterator[str]:
+    """What the operators of passes run; the tasks of one share its time as they would take it alone."""
+    for operator, inside in tasks:
+        rank, thread = int(table.stream_rank[table.stream[operator]]), int(table.label[operator])
+        start, end = float(times[0][operator]), float(times[1][operator])
+        alone = sum(seconds for _, seconds in inside)
+        scale = (end - start) / alone if end > start and alone > 0 else 0.0
+        for task, seconds in inside:
+            if seconds * scale > 0:
+                yield _complete(rank, thread, start, start + seconds * scale, **_described(task))
+            start += seconds * scale
+
+
+def _described(task: Task) -> dict[str, Any]:
+    """Name, category and arguments of a task."""
+    if task.collective is None:
+        arguments: dict[str, Any] = {"kernel": task.kernel.value, "phase": task.phase.value, "dtype": task.dtype}
+        arguments |= {"flops": task.flops, "bytes": task.bytes_moved}
+    else:
+        arguments = {"collective": task.collective.value, "axis": task.axis, "payload_bytes": task.payload_bytes}
+    return {"name": task.name, "cat": "communication" if task.collective else task.phase.value, "args": arguments}
 
 
 def action_times(

@@ -8,15 +8,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from simulator import fast_engine
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import OperatorCosts, Operators
-from simulator.program import Program
 from simulator.schedules import ActionKind, Schedule
 from simulator.task_table import StreamKind, TaskTable
-from simulator.timeline import Timeline
-from simulator.timing import task_times
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -114,19 +110,3 @@ def slow_level(hardware: Hardware, level: str, share: float) -> Hardware:
         for found in hardware.levels
     )
     return replace(hardware, levels=levels)
-
-
-def straggling_step(program: Program, hardware: Hardware, factors: FloatArray) -> Timeline:
-    """The step of a program that all ranks run alike, rank r computing ``factors[r]`` times as long.
-
-    No rank is later than if all computed as slowly as the slowest one, and that one is as late: it meets the
-    others in collectives, but none of them keeps it waiting. So the step is that of the largest factor on all
-    ranks: exactly where axes share no links and messages slow no kernels, nearly where they do. Communication is not
-    slowed.
-    """
-    slowest = float(np.max(factors))
-    times = task_times(program, hardware)
-    for segment, seconds in zip(program.segments, times, strict=True):
-        computes = np.fromiter((task.collective is None for task in segment.tasks), bool, len(segment.tasks))
-        seconds[computes] *= slowest
-    return fast_engine.simulate(program, hardware, times=times)

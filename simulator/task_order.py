@@ -98,7 +98,7 @@ def segment_table(
         stream=stream,
         stream_rank=np.zeros(len(names), dtype=np.int64),
         stream_kind=np.fromiter(kinds, dtype=np.int64, count=len(names)),
-        **_work(seconds, transfers),
+        **shared_work(seconds, transfers),
         meeting=np.full(segment.size, -1, dtype=np.int64),
         dependency_offsets=segment.dependency_offsets,
         dependencies=segment.dependencies,
@@ -111,7 +111,7 @@ def segment_table(
     )
 
 
-def _work(seconds: FloatArray, transfers: Transfers | None) -> dict[str, Any]:
+def shared_work(seconds: FloatArray, transfers: Transfers | None) -> dict[str, Any]:
     """Work of the tasks and links that they share, as fields of a `TaskTable`."""
     size = len(seconds)
     work, latency, rate = seconds, np.zeros(size), np.zeros(size)

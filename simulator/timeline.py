@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from simulator.columns import ProgramColumns, columns
 from simulator.contention import Transfers, messages_meet, overloads, segment_transfers, without_links
 from simulator.hardware import Hardware
 from simulator.memory import MemoryTimeline, SegmentSpan, memory_timeline
-from simulator.program import BufferKind, Collective, Phase, Program, Segment
+from simulator.program import BufferKind, Collective, Phase, Program
 from simulator.task_order import check_program, execution_order, segment_table, stream_numbers
 from simulator.task_table import FloatArray, TaskTable
 from simulator.timing import task_times
@@ -43,28 +42,6 @@ class SegmentTimeline:
         return self.offset_s + self.count * self.duration_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveTotal:
-    """All calls of one collective on one mesh axis in a step; seconds count whether hidden or not."""
-
-    collective: Collective
-    axis: str
-    calls: int
-    payload_bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorTotal:
-    """All calls of one operator in a step; `share` is its part of the time of all tasks."""
-
-    name: str
-    kernel: str
-    calls: int
-    seconds: float
-    share: float
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
     """One simulated step of a device.
@@ -85,11 +62,6 @@ class Timeline:
     def peak_memory_bytes(self) -> int:
         """The most memory in use at any time."""
         return self.memory.peak_bytes
-
-    @cached_property
-    def collectives(self) -> tuple[CollectiveTotal, ...]:
-        """Calls of every collective on every axis."""
-        return _collective_totals(self.program, self.segments)
 
     @property
     def memory_at_peak(self) -> Mapping[BufferKind, int]:
@@ -243,58 +215,3 @@ def _class_of(collective: Collective | None, phase: Phase) -> int:
     if collective is not None:
         return _COMMUNICATION
     return _OPTIMIZER if phase is Phase.UPDATE else _COMPUTE
-
-
-def _collective_totals(program: ProgramColumns, timelines: Sequence[SegmentTimeline]) -> tuple[CollectiveTotal, ...]:
-    found: dict[tuple[str, Collective], list[float]] = {}
-    for segment, timeline in zip(program.segments, timelines, strict=True):
-        groups: dict[tuple[str, Collective] | None, int] = {None: 0}
-        keys = [None if task.collective is None else (task.axis, task.collective) for task in segment.tasks]
-        group = np.array([groups.setdefault(key, len(groups)) for key in keys], dtype=np.int64)[segment.which]
-        payload = np.array([task.payload_bytes for task in segment.tasks])[segment.which]
-        lengths = timeline.ends_s - timeline.starts_s
-        calls, sent, seconds = (np.bincount(group, values, len(groups)) for values in (None, payload, lengths))
-        for key, number in groups.items():
-            if key is not None and calls[number]:
-                total = found.setdefault(key, [0, 0.0, 0.0])
-                total[0] += segment.count * int(calls[number])
-                total[1] += segment.count * float(sent[number])
-                total[2] += segment.count * float(seconds[number])
-    return tuple(
-        CollectiveTotal(collective=collective, axis=axis, calls=int(calls), payload_bytes=payload, seconds=seconds)
-        for (axis, collective), (calls, payload, seconds) in sorted(found.items())
-    )
-
-
-def top_operators(
-    timeline: Timeline, program: Program, *, limit: int = 10, fold_layers: bool = True
-) -> tuple[OperatorTotal, ...]:
-    """The operators that take most time, longest first, ties by name.
-
-    With `fold_layers`, operators whose names differ in a block's index only count as one: the
-    index is written ``*``.
-    """
-    found: dict[tuple[str, str], list[float]] = {}
-    for segment, times in zip(program.segments, timeline.segments, strict=True):
-        for (name, kernel), length in zip(
-            _operators(segment, fold_layers), (times.ends_s - times.starts_s).tolist(), strict=True
-        ):
-            total = found.setdefault((name, kernel), [0, 0.0])
-            total[0] += segment.count
-            total[1] += segment.count * length
-    whole = sum(seconds for _, seconds in found.values()) or 1.0
-    ranked = sorted(found.items(), key=lambda item: (-item[1][1], item[0]))[:limit]
-    return tuple(
-        OperatorTotal(name=name, kernel=kernel, calls=int(calls), seconds=seconds, share=seconds / whole)
-        for (name, kernel), (calls, seconds) in ranked
-    )
-
-
-def _operators(segment: Segment, fold_layers: bool) -> list[tuple[str, str]]:
-    return [
-        (
-            re.sub(r"(?<=\.)\d+(?=\.)", "*", task.name) if fold_layers else task.name,
-            (task.collective or task.kernel).value,
-        )
-        for task in segment.tasks
-    ]

@@ -26,7 +26,7 @@ from planner.cli.options import (
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.execution.run import ExecuteOptions
+    from planner.execution.options import ExecuteOptions
 
 STEPS = 10
 FOR_REAL = (
@@ -153,7 +153,7 @@ class ExecuteArguments:
 
     def options(self) -> ExecuteOptions:
         """What to run and how, with defaults for what was not given."""
-        from planner.execution.run import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S, ExecuteOptions
+        from planner.execution.options import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S, ExecuteOptions
 
         return ExecuteOptions(
             strategy=self.strategy,

@@ -16,8 +16,9 @@ from simulator.errors import InputError
 from simulator.quantities import bytes_text, duration_text, percent_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
-    from planner.planning.goodput import CheckpointBytes, PlanGoodput, StraggledStep
+    from planner.planning.goodput import CheckpointBytes, PlanGoodput
     from planner.planning.planning import Prediction
+    from planner.planning.stragglers import StraggledStep
     from simulator.hardware import Hardware
 
 SHOWN_RANKS = 8

@@ -18,7 +18,7 @@ from simulator.quantities import interval_text, percent_text, seconds_text
 if TYPE_CHECKING:
     from planner.cli.terminal import Terminal
     from planner.execution.measuring.shoot_out import Outcome, ShootOut
-    from planner.execution.run import ExecuteOptions
+    from planner.execution.options import ExecuteOptions
 
 
 def run_shoot_out(terminal: Terminal, strategy: Path, top: int, options: ExecuteOptions, out: Path | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from planner.cli.reliability import Reliability, SlowOptions
-    from planner.lowering.instructions import LoweredPlan
-    from planner.planning.goodput import StraggledStep
-    from planner.planning.planning import Prediction
+    from planner.cli.reliability import Reliability
+    from planner.graph.operator_graph import OperatorGraph
+    from planner.planning.goodput import PlanGoodput
+    from planner.planning.prediction import SimulatedPlan
+    from planner.planning.stragglers import StraggledStep
     from planner.plans.plan import Plan
     from simulator.hardware import Hardware
     from simulator.mixed_cluster import MixedCluster
-    from simulator.program import Program
-    from simulator.timeline import Timeline
+    from simulator.schedules import Schedule
 
 
 @takes(SimulateArguments)
@@ -45,19 +45,37 @@ def simulate(given: SimulateArguments) -> None:
       meshwright simulate strategy.json --goodput --days 30 --seed 1
     What is not given of failures and storage comes from the profile.
     """
+    from planner.cli.reliability import reliability_document, reliability_report
+    from planner.cli.simulation_tables import simulation_report
+    from planner.planning.loading import strategy_graph
+    from planner.planning.prediction import simulate_plan, write_trace
+    from simulator import engine as reference
+    from simulator.schedules.exchange import parse_schedule_csv
+
     terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
     extra = given.reliability()
     if given.trace is not None:
         check_out("--trace", given.trace, (given.strategy, given.hardware))
     asked = _simulation(terminal, given, extra)
-    if asked.plan.pipeline * asked.plan.virtual > 1:
-        from planner.cli.simulate_pipeline import simulate_pipeline_plan
-
-        simulate_pipeline_plan(terminal, asked, given.schedule_file)
-    elif given.schedule_file is not None:
+    plan, hardware = asked.plan, asked.hardware
+    if given.schedule_file is not None and plan.pipeline * plan.virtual == 1:
         raise InputError("--schedule-file orders the passes of a pipeline, but the plan has one stage; leave it out")
-    else:
-        _simulate_stage(terminal, asked)
+    schedule = None if given.schedule_file is None else parse_schedule_csv(given.schedule_file)
+    with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
+        run = reference.run if asked.engine is Engine.REFERENCE else None
+        with strategy_graph(plan, asked.strategy) as graph:
+            found = simulate_plan(plan, graph, hardware, schedule, run, asked.cluster)
+        if asked.trace is not None:
+            write_trace(found, plan, asked.trace)
+        straggled, kept = _reliability(asked, found, graph, schedule)
+    prediction = found.prediction
+    document = _document(asked, found) | reliability_document(prediction, straggled, kept, asked.seed)
+
+    def report() -> Iterator[RenderableType]:
+        yield from simulation_report(plan, hardware, found, asked.trace)
+        yield from reliability_report(prediction, straggled, kept, asked.seed)
+
+    terminal.result(document, f"{prediction.step_time_s!r}", report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,60 +128,30 @@ def _cluster(plan: Plan, name: str) -> MixedCluster | None:
     return cluster and cluster_as_run(cluster, plan)
 
 
-def _simulate_stage(terminal: Terminal, asked: Simulation) -> None:
-    """Simulate a plan of one stage and print what it does, with what was asked of slow ranks and failures."""
-    from planner.cli.reliability import reliability_document, reliability_report
-    from planner.cli.simulation_tables import simulation_report
-    from planner.cost.work import optimizer
+def _reliability(
+    asked: Simulation, found: SimulatedPlan, graph: OperatorGraph, schedule: Schedule | None
+) -> tuple[StraggledStep | None, PlanGoodput | None]:
+    """What was asked of slow ranks and of failures."""
+    from planner.lowering.pipeline import lower_pipeline
     from planner.planning.goodput import checkpoint_bytes
-    from planner.planning.loading import lower_strategy
-    from simulator.trace import write_trace
+    from planner.planning.stragglers import straggle
 
-    plan, profile, extra, trace = asked.plan, asked.hardware, asked.extra, asked.trace
-    with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
-        lowered = lower_strategy(plan, asked.strategy)
-        prediction, timeline = _predicted(asked.engine, plan, lowered, profile, asked.cluster)
-        if trace is not None:
-            write_trace(timeline, lowered.program, trace, hardware=profile)
-        straggled = None if extra.slow is None else _straggled(lowered, profile, extra.slow)
-        size = checkpoint_bytes(lowered, optimizer(plan.optimizer))
-        kept = None if extra.job is None else extra.job.goodput(size, plan.devices, profile, timeline.step_time_s)
-    found = _document(asked.strategy, plan, profile, asked.engine, prediction, timeline, lowered.program, trace)
-    found |= reliability_document(prediction, straggled, kept, asked.seed)
-
-    def report() -> Iterator[RenderableType]:
-        yield from simulation_report(plan, profile, prediction, timeline, lowered.program, trace)
-        yield from reliability_report(prediction, straggled, kept, asked.seed)
-
-    terminal.result(found, f"{timeline.step_time_s!r}", report)
-
-
-def _predicted(
-    engine: Engine, plan: Plan, lowered: LoweredPlan, hardware: Hardware, cluster: MixedCluster | None
-) -> tuple[Prediction, Timeline]:
-    """Run the step; on a cluster of several device types each task takes as long as the slowest that take part."""
-    from planner.planning.prediction import prediction_of
-    from simulator import engine as reference
-    from simulator import fast_engine
-    from simulator.mixed_cluster import mixed_task_times
-
-    times = None if cluster is None else mixed_task_times(lowered.program, cluster)
-    simulate_step = fast_engine.simulate if engine is Engine.FAST else reference.simulate
-    timeline = simulate_step(lowered.program, hardware, times=times)
-    return prediction_of(plan, lowered.graph, hardware, timeline), timeline
-
-
-def _straggled(lowered: LoweredPlan, hardware: Hardware, slow: SlowOptions) -> StraggledStep:
-    from planner.planning.goodput import straggle
-
-    return straggle(
-        lowered,
-        hardware,
-        slow_ranks=slow.ranks or 0,
-        slowdown=slow.factor,
-        slow_links=slow.links,
-        seed=slow.seed,
-    )
+    plan, hardware, extra = asked.plan, asked.hardware, asked.extra
+    straggled = kept = None
+    if extra.slow is not None:
+        straggled = straggle(
+            plan,
+            hardware,
+            lambda cluster: lower_pipeline(plan, graph, cluster, schedule),
+            slow_ranks=extra.slow.ranks or 0,
+            slowdown=extra.slow.factor,
+            slow_links=extra.slow.links,
+            seed=extra.slow.seed,
+        )
+    if extra.job is not None:
+        size = checkpoint_bytes(plan, graph, hardware.devices_per_node)
+        kept = extra.job.goodput(size, plan.devices, hardware, found.prediction.step_time_s)
+    return straggled, kept
 
 
 def _profile(terminal: Terminal, strategy: Path, plan: Plan, name: str | None) -> Hardware:
@@ -182,40 +170,27 @@ def _profile(terminal: Terminal, strategy: Path, plan: Plan, name: str | None) -
     return run_for(plan, profile)
 
 
-def _document(
-    strategy: Path,
-    plan: Plan,
-    hardware: Hardware,
-    engine: Engine,
-    prediction: Prediction,
-    timeline: Timeline,
-    program: Program,
-    trace: Path | None,
-) -> dict[str, Any]:
+def _document(asked: Simulation, found: SimulatedPlan) -> dict[str, Any]:
     from planner.planning.documents import plan_document, prediction_document
-    from simulator.timeline import top_operators
 
     return {
-        "strategy_file": str(strategy),
-        "network": plan.network,
-        "hw": hardware.name,
-        "engine": str(engine),
-        "step_time_s": timeline.step_time_s,
-        "prediction": prediction_document(prediction),
-        "plan": plan_document(plan, hardware),
-        "collectives": [
+        "strategy_file": str(asked.strategy),
+        "network": asked.plan.network,
+        "hw": asked.hardware.name,
+        "engine": str(asked.engine),
+        "step_time_s": found.prediction.step_time_s,
+        "prediction": prediction_document(found.prediction),
+        "plan": plan_document(asked.plan, asked.hardware),
+        "ranks": [
             {
-                "collective": str(total.collective),
-                "axis": total.axis,
-                "calls": total.calls,
-                "payload_bytes": total.payload_bytes,
-                "seconds": total.seconds,
+                "rank": rank,
+                "peak_memory_bytes": int(memory.peak_bytes),
+                "compute_s": float(found.result.compute_s[rank]),
+                "idle_s": float(found.result.bubble_s[rank]),
             }
-            for total in timeline.collectives
+            for rank, memory in enumerate(found.memory)
         ],
-        "operators": [
-            {"name": total.name, "kernel": total.kernel, "calls": total.calls, "seconds": total.seconds}
-            for total in top_operators(timeline, program)
-        ],
-        "trace": None if trace is None else str(trace),
+        "collectives": [asdict(total) | {"collective": str(total.collective)} for total in found.collectives],
+        "operators": [asdict(total) for total in found.operators],
+        "trace": None if asked.trace is None else str(asked.trace),
     }

@@ -1,4 +1,4 @@
-"""What `meshwright simulate` prints of a plan with one stage."""
+"""What `meshwright simulate` prints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from planner.cli.tables import (
@@ -23,46 +24,46 @@ from planner.cli.tables import (
 from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
-    from planner.planning.planning import Prediction
+    from planner.planning.prediction import SimulatedPlan
     from planner.plans.plan import Plan
     from simulator.hardware import Hardware
-    from simulator.program import Program
-    from simulator.timeline import Timeline
 
 
 def simulation_report(
-    plan: Plan, hardware: Hardware, prediction: Prediction, timeline: Timeline, program: Program, trace: Path | None
+    plan: Plan, hardware: Hardware, found: SimulatedPlan, trace: Path | None
 ) -> Iterable[RenderableType]:
     """Everything `meshwright simulate` prints."""
-    from simulator.timeline import top_operators
-
+    prediction, pipeline, peak_rank = found.prediction, "", ""
+    if plan.pipeline * plan.virtual > 1:
+        chunks = f", {plan.virtual} chunks each" if plan.virtual > 1 else ""
+        pipeline = f"{plan.pipeline} ranks{chunks}, {found.lowered.schedule.name}"
+        peak_rank = f", on pipeline rank {prediction.peak_rank}"
+    step_time, interval = seconds_text(prediction.step_time_s), interval_text(*prediction.interval_s)
     yield Text(f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name})", style="bold")
     yield facts(
         [
             ("plan", f"{axes_text(plan)}, micro-batch {batch_text(plan)}"),
-            (
-                "step time",
-                f"{seconds_text(timeline.step_time_s)} ({interval_text(*prediction.interval_s)}, {prediction.label})",
-            ),
+            ("pipeline", pipeline),
+            ("step time", f"{step_time} ({interval}, {prediction.label})"),
             ("throughput", f"{rate_text(*throughput(prediction))}, MFU {percent_text(prediction.mfu)}"),
-            ("time", breakdown_text(timeline.breakdown, timeline.step_time_s)),
-            ("peak memory", memory_text(prediction)),
+            ("time", breakdown_text(prediction.breakdown, prediction.step_time_s)),
+            ("peak memory", f"{memory_text(prediction)}{peak_rank}"),
             ("memory", memory_kinds_text(prediction.memory_at_peak)),
         ]
     )
-    numbers = (("calls", "right"), ("time", "right"), ("share", "right"))
-    operators = plain_table(("operator", ""), ("kernel", ""), *numbers)
+    if pipeline:
+        yield Padding(_ranks(plan, found), (1, 0, 0, 0))
+    operators = plain_table(("operator", ""), ("kernel", ""), ("calls", "right"), ("time", "right"), ("share", "right"))
     operators.columns[0].no_wrap, operators.columns[0].overflow = False, "fold"
-    for total in top_operators(timeline, program):
-        operators.add_row(
-            Text(total.name), total.kernel, str(total.calls), seconds_text(total.seconds), percent_text(total.share)
-        )
+    for total in found.operators:
+        share = percent_text(total.seconds / (found.work_s or 1.0))
+        operators.add_row(Text(total.name), total.kernel, str(total.calls), seconds_text(total.seconds), share)
     yield Padding(operators, (1, 0, 0, 0))
-    if timeline.collectives:
+    if found.collectives:
         collectives = plain_table(
             ("collective", ""), ("axis", ""), ("calls", "right"), ("payload", "right"), ("time", "right")
         )
-        for message in timeline.collectives:
+        for message in found.collectives:
             collectives.add_row(
                 str(message.collective),
                 message.axis,
@@ -73,3 +74,20 @@ def simulation_report(
         yield Padding(collectives, (1, 0, 0, 0))
     if trace is not None:
         yield Padding(facts([("written", str(trace))]), (1, 0, 0, 0))
+
+
+def _ranks(plan: Plan, found: SimulatedPlan) -> Table:
+    """What every pipeline rank holds, and how long it works."""
+    ranks = Table(box=None, pad_edge=False)
+    for name in ("rank", "units", "computes", "idle", "peak memory"):
+        ranks.add_column(name, justify="right" if name != "units" else "left")
+    for rank, memory in enumerate(found.memory):
+        held = (f"{c.first} … {c.last}" if c.first != c.last else c.first for c in plan.chunks if c.rank == rank)
+        ranks.add_row(
+            str(rank),
+            Text(", ".join(held)),
+            seconds_text(float(found.result.compute_s[rank])),
+            percent_text(float(found.result.bubble_s[rank]) / found.prediction.step_time_s),
+            bytes_text(memory.peak_bytes),
+        )
+    return ranks

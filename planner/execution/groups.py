@@ -7,18 +7,16 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from planner.lowering.instructions import LoweredPlan, LoweredStages
+from planner.lowering.instructions import LoweredStages
 
 Groups = tuple[tuple[int, ...], ...]
 """Ranks of groups side by side, each rank in one of them."""
 
 
-def members(lowered: LoweredPlan | LoweredStages) -> list[Groups]:
+def members(lowered: LoweredStages) -> list[Groups]:
     """Ranks of every group of each mesh axis, then of each set of tied parameters."""
     mesh = lowered.mesh
     axes = range(len(mesh.axes))
-    if isinstance(lowered, LoweredPlan):
-        return [tuple(tuple(ranks) for ranks in mesh.groups(axis)) for axis in axes]
     shifts = [stage * lowered.pipeline_stride for stage in range(lowered.schedule.ranks)]
     found = [
         tuple(tuple(rank + shift for rank in ranks) for shift in shifts for ranks in mesh.groups(axis)) for axis in axes

@@ -11,7 +11,7 @@ from planner.execution import loss_scaling
 from planner.execution.checkpoints.options import Checkpoints
 from planner.execution.data.samples import InputSpec, Shard
 from planner.execution.optimizers import Hyperparameters
-from planner.lowering.instructions import LoweredPlan, LoweredStages
+from planner.lowering.instructions import LoweredStages
 from planner.sharding.local_context import own_part
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.sequence import SequenceCut
@@ -31,7 +31,7 @@ class Job:
     loss that training begins with where it has one. ``times_pace`` asks for typical kernels between the steps.
     """
 
-    lowered: LoweredPlan | LoweredStages
+    lowered: LoweredStages
     network: str
     sequence_length: int | None
     optimizer: str
@@ -56,7 +56,7 @@ class Job:
         return input_specs(self.lowered)
 
 
-def input_specs(lowered: LoweredPlan | LoweredStages) -> tuple[InputSpec, ...]:
+def input_specs(lowered: LoweredStages) -> tuple[InputSpec, ...]:
     """Describe the inputs of one micro-batch over the whole mesh, in the order of ``lowered.inputs``."""
     graph = lowered.graph
     by_name = {entry.name: entry for entry in graph.inputs}

@@ -24,6 +24,7 @@ from planner.execution.launch.starting import Prepared, check_host, check_option
 from planner.execution.measuring.comparing import Comparison, compare
 from planner.execution.measuring.recorded import rank_times
 from planner.execution.measuring.run_trace import write_run_trace
+from planner.execution.options import ExecuteOptions
 from planner.execution.reference import run_reference
 from planner.execution.verification import (
     NUDGE,
@@ -37,9 +38,8 @@ from planner.execution.verification import (
 )
 from planner.execution.worker import RankResult, train
 from planner.lowering.checked import checked_graph
-from planner.lowering.instructions import LoweredPlan
 from planner.planning.loading import lower_to_run
-from planner.planning.prediction import predict
+from planner.planning.prediction import simulate_plan
 from planner.plans.file import read_plan
 from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
@@ -50,45 +50,10 @@ from simulator.calibration.process import settle_worker
 from simulator.conditions import MOST_OTHERS, MOST_STOLEN
 from simulator.errors import ExecutionError, MeshwrightError
 
-DEFAULT_TIMEOUT_S = 60.0
-DEFAULT_JOIN_TIMEOUT_S = 300.0
 CHANGED_SPEED = 0.1
 """From this change of the machine's speed on a run says so."""
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecuteOptions:
-    """What to run and how.
-
-    ``processes`` must equal the plan's devices and may be left out. ``data`` names a data set
-    (`planner.execution.data.samples.open_dataset`), ``precision`` replaces the plan's. Without a seed it is that of the
-    checkpoint to ``resume``, else 0. ``steps`` count from the beginning of training. Checkpoints go to ``save`` after
-    every ``save_every`` steps and at the end. ``force`` starts a run that is predicted not to fit in memory. Logs of
-    the ranks go to ``log_dir``. ``join_timeout_s`` bounds the meeting of the processes and ``timeout_s``
-    each collective: a rank that hangs ends the run after it. ``measure`` clocks the instructions of more steps, and
-    ``trace`` writes them beside the prediction.
-    """
-
-    strategy: str | Path
-    processes: int | None = None
-    steps: int = 10
-    data: str | None = None
-    verify: bool = False
-    precision: str | None = None
-    seed: int | None = None
-    learning_rate: float | None = None
-    device: str | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
-    save: str | Path | None = None
-    save_every: int | None = None
-    resume: str | Path | None = None
-    force: bool = False
-    log_dir: str | Path | None = None
-    measure: bool = False
-    trace: str | Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,15 +191,15 @@ def _with_comparison(
 ) -> ExecutionReport:
     """Lay what the clocks showed, if anything, beside the prediction; recorded steps begin on all ranks together."""
     records = [result.record for result in results if result.record is not None]
-    job, length_s = prepared.job, prepared.predicted_length_s
-    if not records or length_s is None:
+    job = prepared.job
+    if not records or prepared.predicted_length_s is None:
         return report
     hardware = machine_of(plan, software=False)
-    timeline = predict(plan, job.lowered, hardware)[1] if isinstance(job.lowered, LoweredPlan) else None
+    plan = replace(plan, software="")
+    simulated = simulate_plan(plan, checked_graph(plan), hardware)
     if trace is not None:
-        ranks = rank_times(plan, job.lowered, records)
-        write_run_trace(trace, plan, job.lowered, checked_graph(replace(plan, software="")), hardware, timeline, ranks)
-    found = compare(plan, job.lowered, records, hardware, length_s, timeline)
+        write_run_trace(trace, plan, simulated, rank_times(plan, job.lowered, records))
+    found = compare(plan, job.lowered, records, hardware, simulated)
     return replace(report, comparison=found)
 
 

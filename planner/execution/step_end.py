@@ -24,7 +24,7 @@ from planner.execution.job import Job
 from planner.execution.launch.watch import Agreement
 from planner.execution.loss_scaling import LossScale
 from planner.execution.machine import Held
-from planner.lowering.instructions import LoweredPlan, LoweredStages, StoredParameter
+from planner.lowering.instructions import LoweredStages, StoredParameter
 from simulator.errors import ExecutionError
 
 DISK_TIMEOUT_S = 1800.0
@@ -72,20 +72,18 @@ def _agreement(job: Job, store: Store) -> Agreement:
     """Ranks of one stage know the same loss; copies of a network have losses of their own."""
     rank, lowered = dist.get_rank(), job.lowered
     precision = {"float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}.get(_dtype(lowered), "fp32")
-    if isinstance(lowered, LoweredPlan):
-        return Agreement(store, "all", rank, 0, precision)
     mine = lowered.pipeline_rank(rank)
     leader = next(r for r in range(lowered.devices) if lowered.pipeline_rank(r) == mine)
     return Agreement(store, str(mine), rank, leader, precision)
 
 
-def _dtype(lowered: LoweredPlan | LoweredStages) -> str:
+def _dtype(lowered: LoweredStages) -> str:
     graph = lowered.graph
     return graph.nodes[graph.parameters[0].node].outputs[0].dtype
 
 
 def places(
-    lowered: LoweredPlan | LoweredStages, stored: tuple[StoredParameter, ...], coordinates: tuple[int, ...]
+    lowered: LoweredStages, stored: tuple[StoredParameter, ...], coordinates: tuple[int, ...]
 ) -> dict[str, Place]:
     """Where in the whole parameters the pieces of a rank lie, by name."""
     graph = lowered.graph

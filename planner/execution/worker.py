@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from planner.execution.data.loader import Loader, Share
 from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.groups import make_groups, members, own_group
-from planner.execution.interpreter import Interpreter
+from planner.execution.interpreter import Interpreter, Neighbours
 from planner.execution.job import Job, own_piece
 from planner.execution.launch.joining import meet, process_group
 from planner.execution.launch.membership import Membership, find_membership
@@ -31,9 +31,8 @@ from planner.execution.measuring.clocks import RankRecord, Recorder
 from planner.execution.memory import PeakMemory
 from planner.execution.optimizers import make_step
 from planner.execution.paces import PacedSteps
-from planner.execution.stages import Neighbours, StageInterpreter
 from planner.execution.step_end import StepEnd, keep_checkpoints, places, resumed_states
-from planner.lowering.instructions import LoweredPlan, LoweredStages, StoredParameter
+from planner.lowering.instructions import LoweredStages, StoredParameter
 from planner.networks import load_network
 from planner.sharding.local_call import Moment
 from simulator.calibration.machine import BACKENDS
@@ -114,10 +113,8 @@ class Trainer:
         self._device, self._micro_batches = device, job.lowered.micro_batches
         self._load = _loader(job, coordinates, device)
         self._load(first, 0)
-        neighbours = None
-        if isinstance(job.lowered, LoweredStages):
-            neighbours = _neighbours(job.lowered, device, timeout)
-        _touch_libraries(context, () if neighbours is None else neighbours.groups.values())
+        neighbours = _neighbours(job.lowered, device, timeout)
+        _touch_libraries(context, neighbours.groups.values())
         self.memory = PeakMemory(device)
         parameters, self._buffers = _own_tensors(job, coordinates, device)
         to = job.lowered.offload_to
@@ -129,12 +126,7 @@ class Trainer:
         where = places(job.lowered, held_parameters(job.lowered), coordinates)
         self.save = keep_checkpoints(job, kept, self._updates, where, context.scale)
         self.memory.restart()
-        self._interpreter: Interpreter | StageInterpreter
-        if isinstance(job.lowered, LoweredStages):
-            assert neighbours is not None  # made of the same stages
-            self._interpreter = StageInterpreter(job.lowered, context, neighbours, kept)
-        else:
-            self._interpreter = Interpreter(job.lowered, context, kept)
+        self._interpreter = Interpreter(job.lowered, context, neighbours, kept)
 
     def batches(self, step: int) -> list[list[Tensor]]:
         """Load this rank's pieces of the inputs of every micro-batch of a step."""
@@ -256,10 +248,8 @@ def _own_tensors(
     return kept, buffers
 
 
-def held_parameters(lowered: LoweredPlan | LoweredStages) -> tuple[StoredParameter, ...]:
+def held_parameters(lowered: LoweredStages) -> tuple[StoredParameter, ...]:
     """Parameters that this rank stores."""
-    if isinstance(lowered, LoweredPlan):
-        return lowered.parameters
     return lowered.ranks[lowered.pipeline_rank(dist.get_rank())].parameters
 
 
@@ -274,7 +264,7 @@ def _touch_libraries(context: RankContext, between_stages: Iterable[dist.Process
         dist.all_reduce(torch.ones(128, device=context.device), group=group)
 
 
-def _groups(lowered: LoweredPlan | LoweredStages, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
+def _groups(lowered: LoweredStages, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
     """Make the groups of every mesh axis and of tied parameters; returns this rank's, None where it is in none."""
     return make_groups(members(lowered), timeout)
 

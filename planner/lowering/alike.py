@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from planner.graph.operator_graph import Role, TensorRef
 from planner.lowering.body import Body, Item
+from planner.lowering.offload import offload
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.turns import with_names
 from planner.lowering.writer import Draft
@@ -36,7 +37,8 @@ def passes_of(
 ) -> Passes:
     """What `Body` writes of these; its drafts may be those of another plan and are not to be changed.
 
-    ``gradients`` are those of the graph, or where there are nodes, always the same terms of them.
+    ``gradients`` are those of the graph, or where there are nodes, always the same terms of them. ``leaves`` is what
+    these nodes hand on to others forward.
     """
     part = (None if nodes is None else tuple(nodes), tuple(given), leaves)
     if _moves_parameters(source):
@@ -50,7 +52,8 @@ def passes_of(
 
 def _written(source: PlacedGraph, part: Part, gradients: Mapping[TensorRef, int] | None) -> Passes:
     nodes, given, leaves = part
-    body = Body(source, nodes, given, gradients, leaves)
+    body = Body(source, nodes, given, gradients)
+    offload(body, given, leaves)
     return Passes(body.items, body.nodes, body.reached)
 
 

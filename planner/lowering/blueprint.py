@@ -14,10 +14,9 @@ import numpy as np
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import TensorRef
 from planner.lowering.alike import Passes, passes_of
-from planner.lowering.body import Gather, Item
+from planner.lowering.body import Fetch, Gather, Item
 from planner.lowering.copies import NOBODY, Copies, Row, UnalikeError
 from planner.lowering.instructions import Instruction
-from planner.lowering.offload import Fetch
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.turns import draft_of_copy, in_turn, is_message, stored_values, values_of_samples
 from planner.lowering.ways import Wanted

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from planner.graph.operator_graph import OperatorGraph
-from planner.lowering.blueprint import Blueprint
 from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.unit_work import Kinds, UnitWork, units_work
 from planner.lowering.work import Work
@@ -16,20 +15,9 @@ KEPT = 8
 """Plans whose passes are kept: as many as are usually simulated before the best is tried with other sizes."""
 
 
-def step_body(plan: Plan, graph: OperatorGraph) -> Blueprint:
-    """The micro-batch of a plan on one stage, to be gone on with; raises UnalikeError as `representatives`.
-
-    Parameters
-    ----------
-    graph : OperatorGraph
-        The network, folded, at the plan's precision and any batch.
-    """
-    return _step_body(_Asked(plan, graph)).with_messages(plan.bucket_bytes)
-
-
 @dataclass(frozen=True, kw_only=True)
 class UnitBodies:
-    """The units of a plan with pipeline stages, and the tasks of their operators, to which others may be added."""
+    """The units of a plan, and the tasks of their operators, to which others may be added."""
 
     found: Representatives
     units: tuple[UnitWork, ...]
@@ -37,7 +25,13 @@ class UnitBodies:
 
 
 def unit_bodies(plan: Plan, graph: OperatorGraph, kinds: Kinds, *, counts_fresh: bool) -> UnitBodies:
-    """The units of a plan; for `graph` see `step_body`, for `kinds` and `counts_fresh` `units_work`."""
+    """The units of a plan; for `kinds` and `counts_fresh` see `units_work`.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded, at the plan's precision and any batch.
+    """
     kept = _unit_bodies(_Asked(plan, graph), kinds, counts_fresh)
     source = kept.found.source.with_messages(plan.bucket_bytes)
     return UnitBodies(found=replace(kept.found, source=source), units=kept.units, work=kept.work.copy())
@@ -65,12 +59,6 @@ class _Asked:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Asked) and other.graph is self.graph and other.said == self.said
-
-
-@lru_cache(maxsize=KEPT)
-def _step_body(asked: _Asked) -> Blueprint:
-    found = representatives(asked.plan, asked.graph)
-    return Blueprint(found.source, found.copies, found.chain)
 
 
 @lru_cache(maxsize=KEPT)

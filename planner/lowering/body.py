@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -14,8 +14,6 @@ from planner.lowering.instructions import (
     Communicate,
     Compute,
 )
-from planner.lowering.kept_messages import runs_again
-from planner.lowering.offload import Fetch, offload
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.units import NOWHERE
 from planner.lowering.writer import Draft, Writer
@@ -44,6 +42,14 @@ class Gather:
     values: tuple[tuple[TensorRef, Placements, str], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copies that bring back what a unit has on the host, begun with the backward pass of the unit behind it."""
+
+    unit: int
+    drafts: tuple[Draft, ...]
+
+
 Item = Draft | TensorRef | Gather | Fetch
 """What a body is made of: drafts, complete gradients of parameters, where a pass needs parameters or activations."""
 
@@ -60,8 +66,6 @@ class Body(Writer):
         Tensors that other nodes have computed, there in the placement that these write.
     gradients : mapping of TensorRef to int, optional
         Gradients and the parameters they belong to; those of the graph by default.
-    leaves : str
-        Name of what these nodes hand on to others forward.
     """
 
     def __init__(
@@ -70,7 +74,6 @@ class Body(Writer):
         nodes: Iterable[int] | None = None,
         given: Sequence[TensorRef] = (),
         gradients: Mapping[TensorRef, int] | None = None,
-        leaves: str = "",
     ) -> None:
         self.nodes = range(len(source.graph.nodes)) if nodes is None else sorted(nodes)
         read = {ref.node for index in self.nodes for ref in source.graph.nodes[index].tensor_inputs}.union(self.nodes)
@@ -102,11 +105,6 @@ class Body(Writer):
             self._node(index, self.graph.nodes[index])
             self.reached.append(len(self.items) + len(self.drafts))
         self._collect()
-        forward = (ref for ref in given if self.graph.nodes[ref.node].phase is Phase.FORWARD)
-        sizes = {
-            source.written_name(r): source.local_bytes(self.graph.spec(r), source.output_placements(r)) for r in forward
-        }
-        offload(self, sizes, leaves)
 
     @cached_property
     def readers(self) -> list[list[int]]:
@@ -220,10 +218,36 @@ class Body(Writer):
             self.versions[ref] = {placements: made.name}
 
     def _again(self, unit: int) -> Sequence[int]:
-        """What runs again in a unit: less where it keeps what messages have brought."""
-        units = self.source.units
-        keeps = units.names[unit] in self.source.options.keeps_messages
-        return runs_again(self, unit) if keeps else units.again[unit]
+        """Operators of a unit that run again, in order: less where it keeps what messages have brought.
+
+        They are then those that backward operators, or others that run again, read otherwise than messages of the
+        forward pass have brought it. Operators with messages inside keep their results.
+        """
+        units, source = self.source.units, self.source
+        if units.names[unit] not in source.options.keeps_messages:
+            return units.again[unit]
+        readers = (i for i in self.readers[unit] if self.graph.nodes[i].phase is Phase.BACKWARD)
+        wanted = {read for index in readers for read in self._reads(index)}
+        found: list[int] = []
+        for index in reversed(units.again[unit]):
+            outputs = {TensorRef(index, output) for output in range(len(self.graph.nodes[index].outputs))}
+            _, has_inner = source.messages_inside(index)
+            if not has_inner and any(ref in outputs and not self._brought(ref, p) for ref, p in wanted):
+                found.insert(0, index)
+                wanted.update(self._reads(index))
+        return found
+
+    def _reads(self, index: int) -> Iterator[tuple[TensorRef, Placements]]:
+        """What an operator reads, but for what an attention has exchanged before."""
+        node = self.graph.nodes[index]
+        kept = len(self.exchanged.get(node.forward, ())) if node.phase is Phase.BACKWARD else 0
+        wanted = zip(node.tensor_inputs, self.source.recipe(index).inputs, strict=True)
+        yield from (read for place, read in enumerate(wanted) if not 1 <= place <= kept)
+
+    def _brought(self, ref: TensorRef, wanted: Placements) -> bool:
+        """Whether messages of the forward pass have brought a tensor, up to a slice of one's own."""
+        ways = (self.source.way(placements, wanted) for placements in self.sent.get(ref, ()))
+        return any(way is not None and not self.source.volume(way) for way in ways)
 
     def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase, *, asynchronous: bool = False) -> str:
         target = super()._move(ref, value, step, phase, asynchronous=asynchronous)

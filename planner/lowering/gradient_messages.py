@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -12,11 +12,12 @@ from planner.lowering.draft import Draft
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.instructions import NOTHING, Accumulate
 from planner.lowering.packing import copied_bytes
-from planner.lowering.placed import PlacedGraph
+from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
 from planner.lowering.work import Work
 from planner.lowering.writer import Moved, local_move, moving_message
 from planner.lowering.written import Entry, Kind, Leg, Value, Written
+from planner.sharding.placement import Placements
 from simulator.program import Collective, Kernel, Phase, Task
 
 
@@ -69,6 +70,7 @@ class GradientWriter:
             if count > 1
         }
         """Parameters that several units of the chunk share, and how many terms their gradient has."""
+        self.joined = self._joined(distinct_parts.values())
         self.grouped = self._grouped()
 
     def add(self, tasks: list[int], stream: int, after: list[int], ahead: bool = False) -> int:
@@ -117,10 +119,36 @@ class GradientWriter:
 
     # Gradients
 
+    def _joined(self, parts: Iterable[Part]) -> dict[int, Mark]:
+        """Sums of gradients whose terms are written in different placements, by parameter."""
+        found: dict[int, set[Placements]] = {}
+        for part in parts:
+            for operator in part.operators:
+                for mark in operator.marks:
+                    found.setdefault(mark.parameter, set()).add(self.source.output_placements(mark.gradient))
+        return {p: Mark(self.source.gradient_ref(p), p) for p, placements in found.items() if len(placements) > 1}
+
+    def _moved_term(self, value: Value, mark: Mark) -> Value:
+        """Bring a term to the placement of the sum that it is added to."""
+        target, gradient = self.source.output_placements(mark.gradient), value.mark.gradient
+        for step in self.source.path(value.placements, target):
+            name = f"{value.name}@{placements_text(step.after)}"
+            on_host = mark.parameter in self.source.host.parameters
+            tasks = self.message_tasks([(gradient, value.name, name, step)], on_host=on_host)
+            if isinstance(step.operation, Collective):
+                stream, waits = BESIDE, [value.operator]
+            else:
+                stream, waits = self._behind(value)
+            value = Value(value.mark, step.after, self.add(tasks, stream, waits), name)
+        return value._replace(mark=mark)
+
     def gradient(self, number: int, mark: Mark, operator: int, copy: int) -> None:
         """Hand a complete gradient on, once every copy and every unit that shares its parameter has sent its term."""
         route = self.written.route(mark)
         value = Value(mark, route.placements, operator, route.names[copy])
+        if mark.parameter in self.joined:
+            mark = self.joined[mark.parameter]
+            value, route = self._moved_term(value, mark), self.written.route(mark)
         tied = mark.parameter in self.tied
         expected = self.tied[mark.parameter] if tied else self.counts[id(self.parts[number])][mark.parameter]
         expected *= self.copies
@@ -131,6 +159,7 @@ class GradientWriter:
                 return
             size = self.source.local_bytes(self.source.graph.spec(mark.gradient), value.placements)
             total = terms[0].name
+            waits = [] if mark.parameter not in self.joined else self._waits([term.operator for term in terms])
             for term in terms[1:]:
                 task = Task(
                     name=f"add gradients of {self.source.graph.nodes[mark.parameter].name}",
@@ -142,7 +171,7 @@ class GradientWriter:
                 )
                 instruction = Accumulate(source=term.name, accumulator=total, first=False)
                 added = self.work.add(task, instruction, waiting=size)
-                value = Value(mark, value.placements, self.add([added], KERNELS, []), total)
+                value = Value(mark, value.placements, self.add([added], KERNELS, waits), total)
         self._synchronise(value, route.ahead, ahead=True)
 
     def _accumulate(self, value: Value) -> None:
@@ -175,6 +204,10 @@ class GradientWriter:
             instruction = Accumulate(source=value.name, accumulator=accumulator, first=self.first)
             self.written.accumulations[key] = self.work.add(task, instruction)
         return self.written.accumulations[key]
+
+    def _waits(self, operators: Iterable[int]) -> list[int]:
+        """Those of the operators that kernels do not follow by themselves."""
+        return sorted({one for one in operators if self.draft.stream[one] != KERNELS})
 
     def _behind(self, value: Value) -> tuple[int, list[int]]:
         """Stream of the local work on a gradient, and what that waits for: kernels in order wait for no message."""
@@ -213,7 +246,7 @@ class GradientWriter:
         found: Counter[Kind] = Counter()
         seen: set[int] = set()
         for part in self.parts if self.source.fusion_groups else ():
-            marks = {mark.parameter: mark for operator in part.operators for mark in operator.marks}
+            marks = {m.parameter: self.joined.get(m.parameter, m) for o in part.operators for m in o.marks}
             for parameter, mark in marks.items():
                 if parameter in self.tied and parameter in seen:
                     continue

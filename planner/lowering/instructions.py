@@ -326,7 +326,7 @@ class LoweredStages:
 
     def pipeline_rank(self, rank: int) -> int:
         """Pipeline rank of a rank of the job."""
-        return rank // self.pipeline_stride % self.schedule.ranks
+        return rank // max(self.pipeline_stride, 1) % self.schedule.ranks
 
 
 def read_values(instruction: Instruction) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from planner.graph.operator_graph import TensorRef
+from planner.lowering.body import Body, Fetch
 from planner.lowering.host import HOST_STREAM, host_copy
 from planner.lowering.instructions import Compute, HostCopy
 from planner.lowering.turns import with_names
@@ -19,32 +20,27 @@ from planner.lowering.writer import Draft
 from planner.networks.marks import Swap
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Kernel, Phase
 
-if TYPE_CHECKING:
-    from planner.lowering.body import Body
 
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Copies that bring back what a unit has on the host, begun with the backward pass of the unit behind it."""
-
-    unit: int
-    drafts: tuple[Draft, ...]
-
-
-def offload(body: Body, given: Mapping[str, int], leaves: str) -> None:
+def offload(body: Body, given: Iterable[TensorRef], leaves: str) -> None:
     """Write the copies of a body's units that are to have activations on the host into its items.
 
     Parameters
     ----------
-    given : mapping of str to int
-        Bytes of forward tensors that other bodies have made.
+    given : iterable of TensorRef
+        Tensors that other bodies have made.
     leaves : str
         What the body hands on, which whoever takes it may offload.
     """
-    names, swaps = body.source.units.names, body.source.options.offload
+    source, graph = body.source, body.graph
+    names, swaps = source.units.names, source.options.offload
     units = {number: swaps[name] for number, name in enumerate(names) if name in swaps}
     if units:
-        _Offload(body, units, given, leaves).write()
+        forward = [ref for ref in given if graph.nodes[ref.node].phase is Phase.FORWARD]
+        sizes = {
+            source.written_name(ref): source.local_bytes(graph.spec(ref), source.output_placements(ref))
+            for ref in forward
+        }
+        _Offload(body, units, sizes, leaves).write()
 
 
 @dataclass(slots=True)

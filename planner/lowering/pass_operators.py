@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 
 import numpy as np
 
 from planner.lowering.draft import Draft
 from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES
-from simulator.pipeline_operators import Operators
-from simulator.program import Task
+from simulator import fast_engine
+from simulator.contention import message_transfers, messages_meet, overloads
+from simulator.hardware import Hardware
+from simulator.pipeline_operators import Operators, pass_table
+from simulator.program import ProgramAxis, Task
+from simulator.task_order import shared_work
 from simulator.task_table import BoolArray, FloatArray, IntArray
 
 
@@ -35,16 +40,70 @@ class TaskTimes:
         return np.array([[one[1] for one in found], [one[2] for one in found]])
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PassTasks:
+    """Tasks of a pass: the `Operators` of number ``rows[i]`` runs those of the numbers ``tasks[i]``."""
+
+    tasks: Sequence[Sequence[int]]
+    rows: IntArray
+
+    @property
+    def numbers(self) -> list[int]:
+        """All tasks, in order."""
+        return [*chain.from_iterable(self.tasks)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Links:
+    """The links that messages of a job cross: its axes on the devices of a cluster, and all tasks."""
+
+    hardware: Hardware
+    devices: int
+    axes: tuple[ProgramAxis, ...]
+    tasks: Sequence[Task]
+
+    def shared(self, one: Operators, sent: Mapping[int, int]) -> Operators:
+        """A pass whose messages take as long as they do where those of several axes share links.
+
+        Parameters
+        ----------
+        sent : mapping of int to int
+            The task that each of its messages sends, by its place among the operators.
+        """
+        slows = self.hardware.overlap_transfer_speed != 1
+        table = pass_table(one)
+        times = fast_engine.run(table)
+        if not sent or not (slows or messages_meet(table, *times)):
+            return one
+        rows = np.array(sorted(sent))
+        tasks = [self.tasks[sent[row]] for row in rows.tolist()]
+        found = message_transfers(
+            tasks, np.arange(len(rows)), one.seconds[rows], self.hardware, self.devices, self.axes
+        )
+        if found is None:
+            return one
+        found = replace(found, tasks=rows[found.tasks])
+        table = replace(table, **shared_work(one.seconds, found), transfer_speed=self.hardware.overlap_transfer_speed)
+        if not slows and not overloads(table, *times):
+            return one
+        starts, ends = fast_engine.run(table)
+        return replace(one, seconds=np.where(one.communication > 0, ends - starts, one.seconds))
+
+
 def reports(tasks: Sequence[Task]) -> frozenset[int]:
     """Messages among the tasks that passes do not wait for: those that sum the loss, and what travels beside anyway."""
     return frozenset(n for n, task in enumerate(tasks) if task.collective is not None and task.launched_with < 0)
 
 
-def pass_operators(drafts: Sequence[Draft], times: TaskTimes, pairs: bool, beside: frozenset[int]) -> list[Operators]:
+def pass_operators(
+    drafts: Sequence[Draft], times: TaskTimes, pairs: bool, beside: frozenset[int], links: Links, *, alone: bool
+) -> list[tuple[Operators, PassTasks]]:
     """Times of the operators of passes; what messages that may hide take from kernels stands before each among them.
 
     A rank with kernels to run loses that much, whichever they are, and one that waits for the message loses nothing.
-    No pass waits for the messages in ``beside``: they travel beside, unless what passes wait for does so as well.
+    No pass waits for the messages in ``beside``: they travel beside, unless what passes wait for does so as well. On a
+    stage ``alone`` what passes wait for takes turns with the messages beside it on the same axis, as messages of one
+    communicator do; in pipelines it is taken to have a stream of its own.
     """
     # One array for all passes, cut at the end.
     begins = np.cumsum([0, *(len(draft.stream) for draft in drafts)])
@@ -61,13 +120,15 @@ def pass_operators(drafts: Sequence[Draft], times: TaskTimes, pairs: bool, besid
     size = len(streams) + int(added[-1])
     rows, kind = np.zeros(size, dtype=np.int64), np.full(size, KERNELS, dtype=np.int64)
     lasts, ahead = np.zeros(size), np.zeros(size, dtype=np.bool_)
+    if alone:
+        streams = np.array([stream for draft in drafts for stream in _in_turn(draft, beside, links.tasks)])
     rows[place], kind[place], lasts[place] = waits, streams, taken
     ahead[place] = [one for draft in drafts for one in draft.ahead]
     before = place[slows] - 1
     lasts[before], ahead[before] = lost[slows], ahead[before + 1]
     offsets, dependencies = np.concatenate(([0], np.cumsum(rows))), place[after]
     outputs = place[begins[:-1] + [draft.output for draft in drafts]].tolist()
-    return [
+    made = [
         Operators(
             seconds=lasts[first:last],
             communication=kind[first:last],
@@ -78,6 +139,23 @@ def pass_operators(drafts: Sequence[Draft], times: TaskTimes, pairs: bool, besid
         )
         for (first, last), output in zip(pairwise((begins + added[begins]).tolist()), outputs, strict=True)
     ]
+    found = []
+    for one, draft, (begin, end) in zip(made, drafts, pairwise(begins.tolist()), strict=True):
+        ran = PassTasks(tasks=draft.tasks, rows=place[begin:end] - place[begin] + slows[begin])
+        meets = links.hardware.overlaps_communication and {MESSAGES, BESIDE} <= set(one.communication.tolist())
+        shared = links.shared(one, _sent(draft, ran.rows.tolist(), links.tasks)) if meets else one
+        found.append((shared, ran))
+    return found
+
+
+def _sent(draft: Draft, rows: Sequence[int], tasks: Sequence[Task]) -> dict[int, int]:
+    """The largest message of each operator that has any, by the operator's place in its pass."""
+    found = {}
+    for row, stream, numbers in zip(rows, draft.stream, draft.tasks, strict=True):
+        messages = [n for n in numbers if stream != KERNELS and tasks[n].collective is not None]
+        if messages:
+            found[row] = max(messages, key=lambda n: tasks[n].payload_bytes)
+    return found
 
 
 def _streams(draft: Draft, beside: frozenset[int]) -> Sequence[int]:
@@ -86,6 +164,22 @@ def _streams(draft: Draft, beside: frozenset[int]) -> Sequence[int]:
     return [
         BESIDE if stream == MESSAGES and beside.issuperset(tasks) else stream
         for stream, tasks in zip(draft.stream, draft.tasks, strict=True)
+    ]
+
+
+def _in_turn(draft: Draft, beside: frozenset[int], tasks: Sequence[Task]) -> Sequence[int]:
+    """Streams where messages of the axes that are sent along beside the pass share one."""
+
+    def axes(numbers: Sequence[int]) -> set[str]:
+        return {tasks[n].axis for n in numbers if tasks[n].collective is not None}
+
+    shared: set[str] = set()
+    for stream, numbers in zip(draft.stream, draft.tasks, strict=True):
+        if stream == BESIDE:
+            shared |= axes(numbers)
+    return [
+        BESIDE if stream == MESSAGES and not shared.isdisjoint(axes(numbers)) else stream
+        for stream, numbers in zip(_streams(draft, beside), draft.tasks, strict=True)
     ]
 
 

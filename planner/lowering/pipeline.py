@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain as joined
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +18,7 @@ from planner.lowering.draft import Draft
 from planner.lowering.host import offloading
 from planner.lowering.instructions import NOTHING
 from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
-from planner.lowering.pass_operators import TaskTimes, pass_operators, reports
+from planner.lowering.pass_operators import Links, PassTasks, TaskTimes, pass_operators, reports
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives
 from planner.lowering.sums import summed
@@ -57,18 +56,18 @@ class LoweredPipeline:
     costs: OperatorCosts
     sizes: PipelineBytes
     flops: float
-    work: PassTasks
+    work: StepTasks
     hardware: Hardware
     computing: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PassTasks:
-    """Every task with its seconds, and those of each pass: ``passes[stage][kind, variant]`` are numbers of tasks."""
+class StepTasks:
+    """Every task with its seconds, and those of each pass, ``passes[stage][kind, variant]``, and of each update."""
 
     tasks: Sequence[Task]
     seconds: FloatArray
-    passes: Sequence[Mapping[tuple[ActionKind, int], Sequence[int]]]
+    passes: Sequence[Mapping[tuple[ActionKind, int], PassTasks]]
     updates: Sequence[Sequence[tuple[int, int]]]
 
     def counts(self, schedule: Schedule) -> FloatArray:
@@ -85,10 +84,13 @@ class PassTasks:
         which = action_variants(schedule)
         rows = np.stack([schedule.kind, schedule.stage, which], axis=1)
         for (kind, stage, variant), times in zip(*np.unique(rows, axis=0, return_counts=True), strict=True):
-            passes = self.passes[stage]
-            key = ActionKind(int(kind)), int(variant)
-            np.add.at(found, list(passes.get(key, passes[key[0], PLAIN])), float(times))
+            np.add.at(found, self.of_pass(ActionKind(int(kind)), int(stage), int(variant)).numbers, float(times))
         return found
+
+    def of_pass(self, kind: ActionKind, stage: int, variant: int) -> PassTasks:
+        """The tasks of a pass; of a plain one where those of the first or the last are no others."""
+        passes = self.passes[stage]
+        return passes.get((kind, variant), passes[kind, PLAIN])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +163,12 @@ def lower_pipeline(
     times = TaskTimes(seconds, slowing)
     distinct = {id(draft): draft for passes in drafts.values() for draft in passes.values()}
     told = reports(work.tasks)
-    operators = dict(zip(distinct, pass_operators([*distinct.values()], times, pairs, told), strict=True))
-    made = {key: {place: operators[id(draft)] for place, draft in passes.items()} for key, passes in drafts.items()}
+    links = Links(hardware=met, devices=plan.devices, axes=_axes(lowering), tasks=work.tasks)
+    alone = schedule.ranks == 1
+    made_of = pass_operators([*distinct.values()], times, pairs, told, links, alone=alone)
+    operators = dict(zip(distinct, made_of, strict=True))
+    made = {key: {place: operators[id(draft)][0] for place, draft in passes.items()} for key, passes in drafts.items()}
+    ran = {key: {place: operators[id(draft)][1] for place, draft in passes.items()} for key, passes in drafts.items()}
     costs = OperatorCosts(
         passes={kind: [made[key][kind, PLAIN] for key in keys] for kind in kinds},
         first={kind: [made[key][kind, FIRST] for key in keys] for kind in kinds if (kind, FIRST) in made[keys[0]]},
@@ -174,8 +180,7 @@ def lower_pipeline(
     )
     if not hardware.overlaps_communication:
         costs = in_one_stream(schedule, costs)
-    numbers = {key: {place: [*joined(*one.tasks)] for place, one in passes.items()} for key, passes in drafts.items()}
-    timed = PassTasks(tasks=work.tasks, seconds=seconds, passes=[numbers[key] for key in keys], updates=updates)
+    timed = StepTasks(tasks=work.tasks, seconds=seconds, passes=[ran[key] for key in keys], updates=updates)
     return LoweredPipeline(
         schedule=schedule,
         costs=costs,
@@ -218,18 +223,21 @@ def _beside(
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """The schedule of a plan."""
-    return make_schedule(plan.schedule, plan.pipeline, plan.micro_batches, plan.virtual)
+    """The schedule of a plan; one stage accumulates gradients of one micro-batch after the other."""
+    name = "gradient_accumulation" if plan.schedule == "none" else plan.schedule
+    return make_schedule(name, plan.pipeline, plan.micro_batches, plan.virtual)
 
 
 def chunk_units(plan: Plan, names: Sequence[str], schedule: Schedule) -> tuple[range, ...]:
-    """Places in `names` of the units of every chunk, one chunk a stage of the schedule.
+    """Places in `names` of the units of every chunk, one chunk a stage of the schedule; all units without chunks.
 
     Raises
     ------
     StrategyError
         As `lower_pipeline`.
     """
+    if not plan.chunks and schedule.stages == 1:
+        return (range(len(names)),)
     if len(plan.chunks) != schedule.stages:
         raise StrategyError(
             f"stages: the plan has {len(plan.chunks)} chunks, but schedule {schedule.name} with {schedule.ranks} "
@@ -292,15 +300,18 @@ def _held_bytes(sizes: PipelineBytes) -> int:
     return int(standing + moving)
 
 
+def _axes(lowering: _Lowering) -> tuple[ProgramAxis, ...]:
+    """Where the groups of the mesh lie."""
+    mesh = lowering.source.options.mesh
+    return tuple(ProgramAxis(name=axis.name, size=axis.size, stride=mesh.stride(i)) for i, axis in enumerate(mesh.axes))
+
+
 def _seconds(lowering: _Lowering, hardware: Hardware, computing: float) -> FloatArray:
     """(tasks,) seconds of all tasks while so many ranks compute."""
-    mesh = lowering.source.options.mesh
     program = Program(
         name=lowering.plan.network,
         devices=lowering.plan.devices,
-        axes=tuple(
-            ProgramAxis(name=axis.name, size=axis.size, stride=mesh.stride(i)) for i, axis in enumerate(mesh.axes)
-        ),
+        axes=_axes(lowering),
         segments=(Segment(name="everything", tasks=tuple(lowering.work.tasks)),),
     )
     return program_times(program, hardware, computing)[0]

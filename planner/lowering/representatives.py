@@ -50,18 +50,37 @@ class _Kept:
 def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     """Keep as few layers of every run as show each kind of layer between the same ends.
 
-    Two layers are alike if their strategies and their recomputation are, the tensors at both their ends, and, in a
-    pipeline, the groups that their gradients travel in.
+    Two layers are alike if their strategies and their recomputation are, the tensors at both their ends, and the groups
+    that their gradients travel in. Where layers cannot stand for each other, every unit stands for itself.
 
     Parameters
     ----------
     graph : OperatorGraph
         Folded, at the plan's precision and any batch.
     """
+    try:
+        return _shortened(plan, graph)
+    except UnalikeError:
+        return _whole(plan, graph)
+
+
+def _whole(plan: Plan, graph: OperatorGraph) -> Representatives:
+    """Every unit of the network for itself."""
+    whole = unfold(at_batch(graph, plan.samples))
+    options, rules = spread(whole, expanded_rules(plan), lowering_options(plan, graph))
+    found = chain(whole)
+    copies = Copies(of_unit=tuple(range(len(found.units))))
+    return Representatives(
+        source=PlacedGraph(whole, rules, options, found), chain=found, names=found.names(), copies=copies
+    )
+
+
+def _shortened(plan: Plan, graph: OperatorGraph) -> Representatives:
+    """Few layers for all; raises UnalikeError where they cannot stand for the others."""
     asked = plan.exchange
     groups = message_groups(asked, list(trained_names(graph))) if asked.fusion_places or asked.fusion_groups else {}
-    if asked.layerwise or (groups and plan.pipeline * plan.virtual == 1):
-        raise UnalikeError(f"{plan.network}: the context says of single layers what is sent; plan it on one stage")
+    if asked.layerwise:
+        raise UnalikeError(f"{plan.network}: the context says of single layers what is sent")
     deep = _deep(_Same(graph))
     names = deep.names()
     modes, keeping, away = recompute_modes(plan, names), keeps_messages(plan, names), swaps(plan, names)
@@ -75,8 +94,7 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     of_unit = copies.of_unit
     if max(of_unit) != len(found.units) - 1:
         raise UnalikeError(
-            f"{plan.network}: {len(found.units)} units of the shallow network do not stand for those of the whole; "
-            "plan it on one stage"
+            f"{plan.network}: {len(found.units)} units of the shallow network do not stand for those of the whole"
         )
     short_modes = {found.units[of_unit[i]].name: modes[name] for i, name in enumerate(names) if name in modes}
     options: LoweringOptions = replace(

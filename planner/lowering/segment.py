@@ -14,12 +14,11 @@ from planner.cost.work import finish_traffic, sum_bytes, update_traffic
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.lowering.adding import addition
 from planner.lowering.blueprint import NO_VALUES, Block, Blueprint, Event, Shared, Visit, shared
-from planner.lowering.body import Gather
+from planner.lowering.body import Fetch, Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.host import offloading
 from planner.lowering.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
-from planner.lowering.offload import Fetch
 from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
 from planner.lowering.runs import RunWriter

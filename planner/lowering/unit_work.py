@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import Role, TensorRef
 from planner.lowering.alike import passes_of
-from planner.lowering.body import Gather
+from planner.lowering.body import Fetch, Gather
 from planner.lowering.host import HOST_STREAM
 from planner.lowering.instructions import written_values
-from planner.lowering.offload import Fetch
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.split_backward import split_backward
 from planner.lowering.unit_memory import UnitMemory, unit_memory

@@ -25,8 +25,9 @@ from planner.graph.tracing import unmaterialised
 from planner.networks.adapted_modules import adapt
 from planner.networks.adapters import Adapters
 from planner.networks.hugging_face_deepseek import GroupedRouter, LatentAttention, check_deepseek
+from planner.networks.inputs import InputSpec
 from planner.networks.losses import mean_cross_entropy
-from planner.networks.network import Family, InputSpec
+from planner.networks.network import Family
 from planner.networks.transformers_classes import (
     MAXIMUM_LENGTH,
     fixed_arguments,
@@ -208,14 +209,14 @@ def make_model(path: str, config: PreTrainedConfig, model_class: type[Any], leng
 
 
 def _from_config(model_class: type[Any], config: PreTrainedConfig) -> nn.Module:
-    """Make a model with our attention, or with the first that its class has."""
-    for attention in (IMPLEMENTATION, "sdpa"):
-        try:
-            return model_class._from_config(config, attn_implementation=attention)  # type: ignore[no-any-return]
-        except (KeyError, ValueError) as error:
-            if "attention" not in str(error) and attention not in str(error):
-                raise
-    return model_class._from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
+    try:
+        config._attn_implementation = IMPLEMENTATION
+        return model_class._from_config(config, attn_implementation=IMPLEMENTATION)  # type: ignore[no-any-return]
+    except ValueError as error:
+        if "attention" not in str(error):
+            raise
+        config._attn_implementation = "eager"
+        return model_class._from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
 
 
 def _check(path: str, kind: str, config: PreTrainedConfig) -> None:

@@ -14,6 +14,7 @@ from planner.graph.fusion import with_fusion
 from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks.child import in_child
+from planner.networks.inputs import InputSpec
 from simulator.errors import NetworkError
 
 if TYPE_CHECKING:
@@ -27,17 +28,6 @@ CAPTURED_BLOCKS = 2
 """Blocks that stand for all where all are alike."""
 FOREIGN = ("py:", "pt2:")
 """Sources whose networks are code that is not ours."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputSpec:
-    """A batch tensor of a network; ``shape`` leaves the batch out, ``kind`` and ``high`` are `NetworkInput`'s."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    high: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

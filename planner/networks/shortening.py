@@ -46,7 +46,7 @@ def shorten(module: nn.Module, kept: int = KEPT) -> dict[str, tuple[int, int]]:
 def _first_equal(blocks: nn.ModuleList | nn.Sequential) -> int:
     """Place of the first block from which on all are alike."""
     members = list(blocks)
-    if len(members) < 2 or len({id(block) for block in members}) < len(members):
+    if len({id(block) for block in members}) < len(members):
         return len(members)
     last = _signature(members[-1])
     place = len(members) - 1

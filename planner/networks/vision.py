@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from planner.graph.tracing import unmaterialised
+from planner.networks.inputs import InputSpec
 from planner.networks.losses import mean_cross_entropy
-from planner.networks.network import InputSpec, Network
+from planner.networks.network import Network
 from simulator.errors import InputError, NetworkError, UnsupportedError
 
 LIBRARIES = {"timm": "timm", "tv": "torchvision"}
@@ -124,7 +125,8 @@ def _make(source: str, name: str, depth: int | None) -> nn.Module:
 
 def _kind(name: str) -> str:
     """Part of torchvision that a network is from: ``segmentation``, ``detection`` or none of them."""
-    models = import_module("torchvision.models")
+    from torchvision import models
+
     module = models.get_model_builder(name).__module__
     return next((part for part in ("segmentation", "detection", "video") if f".{part}." in module), "")
 

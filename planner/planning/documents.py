@@ -10,8 +10,9 @@ from planner.cost.software import SOFTWARE, USUAL, check_software
 from planner.cost.software_file import shipped_software, shipped_stacks
 
 if TYPE_CHECKING:
-    from planner.planning.goodput import PlanGoodput, StraggledStep
+    from planner.planning.goodput import PlanGoodput
     from planner.planning.planning import Candidate, PlanResult, Prediction
+    from planner.planning.stragglers import StraggledStep
     from planner.plans.plan import Certificate, Plan
     from simulator.calibration.fit_profiles import ProfileFit
     from simulator.hardware import Hardware

@@ -1,17 +1,17 @@
-"""A plan among slow ranks and failures: the step with stragglers, checkpoints of the plan's own size, goodput."""
+"""A plan among failures: checkpoints of the plan's own size, and the share of time that is useful work."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from planner.cost.work import Optimizer, state_bytes
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role, TensorSpec
-from planner.lowering.instructions import LoweredPlan
+from planner.lowering.pipeline import chunk_units, plan_schedule
 from planner.lowering.placed import local_share
 from planner.lowering.representatives import representatives
 from planner.plans.plan import Plan
@@ -31,7 +31,6 @@ from simulator.reliability import (
     simulate_goodput,
     young_interval_s,
 )
-from simulator.stragglers import compute_factors, slow_level, straggling_step
 from simulator.task_table import FloatArray
 
 DAY_S = 86400.0
@@ -43,21 +42,6 @@ OPTIONS = {
     "storage_bandwidth_bytes_per_s": "--storage-bandwidth",
     "snapshot_bandwidth_bytes_per_s": "--snapshot-bandwidth",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StraggledStep:
-    """A step with slow ranks and links.
-
-    ``slow_ranks`` are those drawn, by their factors; ``slow_links`` the shares of bandwidth that are left by level,
-    ``link_ranks`` whose link it is, where the step depends on it.
-    """
-
-    step_time_s: float
-    slow_ranks: Mapping[int, float]
-    slow_links: Mapping[str, float]
-    largest_factor: float
-    link_ranks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,63 +74,17 @@ class PlanGoodput:
     days: float
 
 
-def straggle(
-    lowered: LoweredPlan,
-    hardware: Hardware,
-    *,
-    slow_ranks: int,
-    slowdown: float,
-    slow_links: Mapping[str, float],
-    seed: int,
-) -> StraggledStep:
-    """Simulate the step with `slow_ranks` ranks drawn at random and a slow link in each of the levels named."""
-    spread = hardware.reliability.compute_spread
-    factors = compute_factors(
-        lowered.program.devices, seed=seed, slow_ranks=slow_ranks, slowdown=slowdown, spread=spread
-    )
-    cluster = slow_cluster(hardware, slow_links)
-    return StraggledStep(
-        step_time_s=straggling_step(lowered.program, cluster, factors).step_time_s,
-        slow_ranks=slowest_devices(factors, slow_ranks),
-        slow_links=dict(slow_links),
-        largest_factor=float(factors.max()),
-    )
+def checkpoint_bytes(plan: Plan, graph: OperatorGraph, devices_per_node: int) -> CheckpointBytes:
+    """Parameters and optimizer states of a rank, as the plan shards them; states in host memory count as well.
 
-
-def slow_cluster(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
-    """The cluster with a slow link in each level named."""
-    for level, share in shares.items():
-        hardware = slow_level(hardware, level, share)
-    return hardware
-
-
-def slowest_devices(factors: FloatArray, count: int) -> dict[int, float]:
-    """So many ranks that compute longest, with their factors."""
-    chosen = np.argsort(-factors, kind="stable")[:count]
-    return {int(rank): float(factors[rank]) for rank in np.sort(chosen)}
-
-
-def checkpoint_bytes(lowered: LoweredPlan, update: Optimizer) -> CheckpointBytes:
-    """Parameters and optimizer states of one rank, as the plan shards them; states in host memory count as well."""
-    nodes = {parameter.name: parameter.node for parameter in lowered.graph.parameters}
-    sizes = lowered.mesh.sizes
-    pairs = [
-        _stored_bytes(lowered.graph.nodes[nodes[stored.name]].outputs[0], stored.placements, sizes, update)
-        for stored in lowered.parameters
-    ]
-    written, loaded = (float(sum(values)) for values in zip(*pairs, strict=True))
-    return CheckpointBytes(written=written, loaded=loaded, most=written)
-
-
-def pipeline_checkpoint_bytes(plan: Plan, graph: OperatorGraph, ranks_per_node: int) -> CheckpointBytes:
-    """The same for a pipeline, whose ranks hold different chunks: the node that has most makes the others wait.
+    Pipeline ranks hold different chunks: the node that has most makes the others wait.
 
     Parameters
     ----------
     graph : OperatorGraph
         The network, folded, at the plan's precision and any batch.
     """
-    ranks = _rank_checkpoints(plan, graph)
+    ranks, ranks_per_node = _rank_checkpoints(plan, graph), min(plan.devices, devices_per_node)
     rank_of = np.arange(plan.devices) // max(plan.pipeline_stride, 1) % plan.pipeline
     nodes = [ranks[rank_of[first : first + ranks_per_node]] for first in range(0, plan.devices, ranks_per_node)]
     written, loaded = (max(float(node[:, way].sum()) / ranks_per_node for node in nodes) for way in range(2))
@@ -156,18 +94,19 @@ def pipeline_checkpoint_bytes(plan: Plan, graph: OperatorGraph, ranks_per_node: 
 def _rank_checkpoints(plan: Plan, graph: OperatorGraph) -> FloatArray:
     """(ranks, 2) bytes that each pipeline rank writes and loads; what several hold is written by one, by turns."""
     found = representatives(plan, graph)
-    source, names = found.source, {name: place for place, name in enumerate(found.names)}
+    source = found.source
     parameters = [[i for i in unit.nodes if source.graph.nodes[i].role is Role.PARAMETER] for unit in found.chain.units]
     users = Counter(index for unit in parameters for index in unit)
     holders: dict[tuple[int, int], list[int]] = {}
-    for chunk in plan.chunks:
-        for place in range(names[chunk.first], names[chunk.last] + 1):
+    schedule = plan_schedule(plan)
+    for rank, chunk in zip(schedule.stage_rank.tolist(), chunk_units(plan, found.names, schedule), strict=True):
+        for place in chunk:
             for index in parameters[found.of_unit[place]]:
                 # Layers that are alike have parameters of their own; one that several units read is the same in all.
                 key = (index, -1 if users[index] > 1 else place)
                 ranks = holders.setdefault(key, [])
-                if chunk.rank not in ranks:
-                    ranks.append(chunk.rank)
+                if rank not in ranks:
+                    ranks.append(rank)
     total = np.zeros((plan.pipeline, 2))
     for (index, _), ranks in holders.items():
         spec = source.graph.nodes[index].outputs[0]
@@ -216,7 +155,7 @@ def plan_goodput(
 ) -> PlanGoodput:
     """Goodput of a plan that checkpoints every `interval_s` (Daly's optimum by default), in whole steps.
 
-    `size` is what its ranks write, from `checkpoint_bytes` or `pipeline_checkpoint_bytes`.
+    `size` is what its ranks write, from `checkpoint_bytes`.
     """
     cost = checkpoint_cost(
         written_bytes_per_rank=size.written,

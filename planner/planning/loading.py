@@ -7,17 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from planner.lowering.checked import checked_graph, lower
-from planner.lowering.instructions import LoweredPlan, LoweredStages
+from planner.graph.folding import unfold
+from planner.graph.operator_graph import OperatorGraph
+from planner.lowering.checked import checked_graph
+from planner.lowering.instructions import LoweredStages
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
-from planner.planning.pipeline_prediction import PipelinePrediction, predict_pipeline
-from planner.plans.plan import Plan, optimizer_sharding
+from planner.plans.plan import Plan, expanded_rules, optimizer_sharding
 from simulator.errors import InputError, StrategyError
-from simulator.hardware import Hardware
-from simulator.mixed_cluster import MixedCluster
-from simulator.schedules import Schedule
-from simulator.timeline import Engine
 
 
 @contextmanager
@@ -29,8 +26,18 @@ def naming(source: str | Path) -> Iterator[None]:
         raise StrategyError(f"{source}: {error}") from error
 
 
-def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredPlan:
-    """Lower a plan on one stage that stands in the strategy file `source`.
+def lower_to_run(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredStages:
+    """Lower a plan for execution, by this project's own executor; parameters and errors as `strategy_graph`."""
+    plan = replace(plan, software="")
+    with strategy_graph(plan, source, precision=precision) as graph:
+        return lower_stages(plan, graph)
+
+
+@contextmanager
+def strategy_graph(plan: Plan, source: str | Path, *, precision: str | None = None) -> Iterator[OperatorGraph]:
+    """The network of a plan that stands in the strategy file `source`, folded, as the plan is simulated on it.
+
+    Errors about what the file says name it, and so do those that are raised inside.
 
     Parameters
     ----------
@@ -44,51 +51,9 @@ def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = No
     """
     with naming(source):
         _check_sequence_length(plan)
-        lowered = lower(plan, precision=precision)
-        _check_storage(plan, lowered)
-    return lowered
-
-
-def lower_to_run(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredPlan | LoweredStages:
-    """Lower a plan with any number of stages for execution, by this project's own executor.
-
-    Parameters and errors are those of `lower_strategy`.
-    """
-    plan = replace(plan, software="")
-    if plan.pipeline * plan.virtual == 1:
-        return lower_strategy(plan, source, precision=precision)
-    with naming(source):
-        _check_sequence_length(plan)
-        return lower_stages(plan, checked_graph(plan, precision=precision))
-
-
-def predict_pipeline_strategy(
-    plan: Plan,
-    source: str | Path,
-    hardware: Hardware,
-    schedule: Schedule | None = None,
-    engine: Engine | None = None,
-    cluster: MixedCluster | None = None,
-) -> PipelinePrediction:
-    """Simulate a plan with pipeline stages that stands in the strategy file `source`.
-
-    Parameters
-    ----------
-    schedule : Schedule, optional
-        Another order of the passes than the plan's schedule has.
-    engine : Engine, optional
-        Runs the step operator by operator instead of pass by pass.
-    cluster : MixedCluster, optional
-        Nodes of several device types that `hardware` stands for.
-
-    Raises
-    ------
-    StrategyError
-        As `lower_strategy`.
-    """
-    with naming(source):
-        _check_sequence_length(plan)
-        return predict_pipeline(plan, checked_graph(plan), hardware, schedule, engine, cluster)
+        graph = checked_graph(plan, precision=precision)
+        _check_storage(plan, graph)
+        yield graph
 
 
 def _check_sequence_length(plan: Plan) -> None:
@@ -103,13 +68,13 @@ def _check_sequence_length(plan: Plan) -> None:
         raise
 
 
-def _check_storage(plan: Plan, lowered: LoweredPlan) -> None:
-    graph = lowered.graph
-    nodes = {parameter.name: parameter.node for parameter in graph.parameters}
-    stored = {nodes[parameter.name]: parameter.placements for parameter in lowered.parameters}
-    specs = {i: graph.nodes[i].outputs[0] for i in stored}
-    trained = {i: p for i, p in stored.items() if i in graph.trained}
-    found = optimizer_sharding(lowered.mesh, ((specs[i].elements, p) for i, p in trained.items()))
+def _check_storage(plan: Plan, graph: OperatorGraph) -> None:
+    """Check that parameters are stored as the plan says; `graph` is folded."""
+    whole, rules = unfold(graph), expanded_rules(plan)
+    stored = {p.node: tuple(r.outputs[0] for r in rules[whole.nodes[p.node].name]) for p in whole.parameters}
+    specs = {i: whole.nodes[i].outputs[0] for i in stored}
+    trained = {i: p for i, p in stored.items() if i in whole.trained}
+    found = optimizer_sharding(plan.mesh, ((specs[i].elements, p) for i, p in trained.items()))
     if (plan.optimizer_sharding == "none") != (found == "none"):
         placed = "whole on the data axis" if found == "none" else "sharded along the data axis"
         raise StrategyError(
@@ -118,10 +83,10 @@ def _check_storage(plan: Plan, lowered: LoweredPlan) -> None:
         )
     for index, placements in stored.items():
         size = specs[index].size_bytes
-        data = [p for p, axis in zip(placements, lowered.mesh.axes, strict=True) if axis.name == "data"]
+        data = [p for p, axis in zip(placements, plan.mesh.axes, strict=True) if axis.name == "data"]
         if size < plan.sharding_threshold_bytes and any(p >= 0 for p in data):
             raise StrategyError(
-                f"sharding_threshold_bytes: {graph.nodes[index].name!r} has {size} bytes, less than "
+                f"sharding_threshold_bytes: {whole.nodes[index].name!r} has {size} bytes, less than "
                 f"{plan.sharding_threshold_bytes}, but is sharded along the data axis; store it whole or "
                 "lower the threshold"
             )

@@ -9,10 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import planner.planning.pipeline_prediction  # noqa: F401 - which `predict_plan` else loads in the midst of a search
 from planner.cost.software import SOFTWARE, USUAL, fusion_of, norms_of, usual_software
 from planner.graph.operator_graph import OperatorGraph
-from planner.lowering.checked import lower
 from planner.networks import load_network
 from planner.planning.configured import Configured
 from planner.planning.explanations import (
@@ -37,7 +35,7 @@ from planner.planning.plan_messages import (
     refuse_meaningless,
     without_rules,
 )
-from planner.planning.prediction import Prediction, precision_notes, predict
+from planner.planning.prediction import Prediction, precision_notes
 from planner.planning.refining import refined
 from planner.planning.rescoring import RESCORED, Field, rescore, said_of
 from planner.planning.setting import Setting, setting_of
@@ -59,9 +57,7 @@ __all__ = [
     "PlanResult",
     "Prediction",
     "capture_for",
-    "lower",
     "plan_network",
-    "predict",
 ]
 
 

@@ -1,23 +1,40 @@
-"""What a plan is predicted to do on a cluster, from the simulation of its program."""
+"""What a plan is predicted to do on a cluster: its passes are lowered and simulated, for any number of stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
 
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.graph.scaling import at_batch
-from planner.lowering.instructions import LoweredPlan
-from planner.lowering.step import lowered_step
+from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
+from planner.planning.mixed_pipeline import lower_mixed
+from planner.planning.start_time import start_s
 from planner.plans.plan import Plan
 from planner.plans.request import PRECISIONS
 from simulator import fast_engine
 from simulator.errors import InputError
+from simulator.following_steps import period_s
 from simulator.hardware import Hardware
-from simulator.timeline import Timeline
+from simulator.mixed_cluster import MixedCluster
+from simulator.pipeline import per_rank
+from simulator.pipeline_memory import RankMemory, pipeline_memory
+from simulator.pipeline_operators import STREAMS, action_variants, operator_table, task_actions
+from simulator.pipeline_passes import OperatorResult, simulate_operators
+from simulator.pipeline_trace import action_times, write_pipeline_trace
+from simulator.program import Collective
+from simulator.schedules import ActionKind, Schedule
+from simulator.task_table import FloatArray, IntArray, TaskTable
+from simulator.timeline import Engine
 
 ROUNDING = 1e-12
 """Part of a step by which equal sums may differ."""
+OPERATORS = 10
+"""Operators that are listed of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,39 +85,6 @@ def precision_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
     return (f"{hardware.device_name} has no {dtype} peak: timed as {used}; plan with --precision {usual}",)
 
 
-def predict(plan: Plan, lowered: LoweredPlan, hardware: Hardware) -> tuple[Prediction, Timeline]:
-    """Simulate a lowered plan and read the figures off."""
-    timeline = fast_engine.simulate(lowered.program, hardware)
-    return prediction_of(plan, lowered.graph, hardware, timeline), timeline
-
-
-def prediction_of(plan: Plan, graph: OperatorGraph, hardware: Hardware, timeline: Timeline) -> Prediction:
-    """Figures of a simulated step; `graph` is that of one micro-batch or copy, folded or not."""
-    found = figures(
-        plan,
-        hardware,
-        step_time_s=timeline.step_time_s,
-        flops=sum(
-            node.flops * times * plan.copies
-            for node, times in zip(graph.nodes, graph.multiplicity, strict=True)
-            if node.role is Role.OPERATOR
-        ),
-        dtype=computed_dtype(graph),
-        memory={str(kind): float(size) for kind, size in timeline.memory_at_peak.items()},
-        breakdown=timeline.breakdown,
-    )
-    return _with_start(found, plan, graph, hardware)
-
-
-def _with_start(found: Prediction, plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Prediction:
-    """The prediction with what is sent once, before the first step; the network is folded or not."""
-    if not plan.exchange.broadcast:
-        return found
-    from planner.planning.start_time import start_s
-
-    return replace(found, start_s=start_s(plan, graph, hardware))
-
-
 def trained_dtype(graph: OperatorGraph) -> str:
     """Type of the parameters' numbers."""
     return next((n.outputs[0].dtype for n in graph.nodes if n.role is Role.PARAMETER), "float32")
@@ -119,51 +103,261 @@ def without_rounding(parts: Mapping[str, float], step_time_s: float) -> dict[str
     return {name: 0.0 if -ROUNDING * step_time_s < seconds < 0 else seconds for name, seconds in parts.items()}
 
 
-def figures(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTotal:
+    """All calls of one collective on one mesh axis in a step; seconds count whether hidden or not."""
+
+    collective: Collective
+    axis: str
+    calls: int
+    payload_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTotal:
+    """All calls of one operator in a step."""
+
+    name: str
+    kernel: str
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimulatedPlan:
+    """A prediction with what was simulated for it; ``memory`` is that of each pipeline rank."""
+
+    prediction: Prediction
+    lowered: LoweredPipeline
+    result: OperatorResult
+    memory: tuple[RankMemory, ...]
+
+    @cached_property
+    def collectives(self) -> tuple[CollectiveTotal, ...]:
+        """Calls of every collective on every axis, on all pipeline ranks."""
+        calls, seconds, tasks = *self._calls, self.lowered.work.tasks
+        numbers: dict[tuple[str, Collective], list[int]] = {}
+        for number, task in enumerate(tasks):
+            if task.collective is not None and calls[number]:
+                numbers.setdefault((task.axis, task.collective), []).append(number)
+        return tuple(
+            CollectiveTotal(
+                collective=collective,
+                axis=axis,
+                calls=round(calls[members].sum()),
+                payload_bytes=float(sum(calls[n] * tasks[n].payload_bytes for n in members)),
+                seconds=float(seconds[members].sum()),
+            )
+            for (axis, collective), members in sorted(numbers.items())
+        )
+
+    @cached_property
+    def operators(self) -> tuple[OperatorTotal, ...]:
+        """The operators that take most time on all pipeline ranks, longest first; equal layers count together.
+
+        The index of a layer is written ``*`` in the name.
+        """
+        calls, seconds = self._calls
+        numbers: dict[tuple[str, str], list[int]] = {}
+        for number, task in enumerate(self.lowered.work.tasks):
+            if task.collective is None and calls[number]:
+                name = re.sub(r"(?<=\.)\d+(?=\.)", "*", task.name)
+                numbers.setdefault((name, task.kernel.value), []).append(number)
+        totals = [
+            OperatorTotal(
+                name=name, kernel=kernel, calls=round(calls[members].sum()), seconds=float(seconds[members].sum())
+            )
+            for (name, kernel), members in numbers.items()
+        ]
+        return tuple(sorted(totals, key=lambda total: (-total.seconds, total.name, total.kernel))[:OPERATORS])
+
+    @cached_property
+    def work_s(self) -> float:
+        """Seconds of all tasks on all pipeline ranks, hidden or not."""
+        return float(self._calls[1].sum())
+
+    @cached_property
+    def _calls(self) -> tuple[FloatArray, FloatArray]:
+        """(tasks,), (tasks,) how often each task runs in a step on all pipeline ranks, and for how many seconds."""
+        work = self.lowered.work
+        calls = work.counts(self.lowered.schedule)
+        return calls, calls * work.seconds
+
+
+def simulate_plan(
     plan: Plan,
+    graph: OperatorGraph,
     hardware: Hardware,
-    *,
-    step_time_s: float,
-    flops: float,
-    dtype: str,
-    memory: Mapping[str, float],
-    breakdown: Mapping[str, float],
-    peak_rank: int = 0,
-) -> Prediction:
-    """A prediction from what was simulated; `flops` are those of one micro-batch on all data-parallel ranks."""
-    uncertainty = hardware.uncertainty
-    samples = plan.global_batch / step_time_s
-    return Prediction(
-        step_time_s=step_time_s,
-        interval_s=(step_time_s * (1 - uncertainty.low), step_time_s * (1 + uncertainty.high)),
-        label=uncertainty.label,
-        samples_per_s=samples,
-        tokens_per_s=None if plan.sequence_length is None else samples * plan.sequence_length,
-        mfu=flops * plan.micro_batches / (step_time_s * hardware.peak(dtype) * plan.devices),
-        peak_memory_bytes=int(sum(memory.values())),
-        device_memory_bytes=int(hardware.device_memory_bytes),
-        memory_at_peak={kind: int(size) for kind, size in memory.items()},
-        breakdown=dict(breakdown),
-        peak_rank=peak_rank,
-    )
-
-
-def predict_plan(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Prediction:
-    """Predict any plan.
+    schedule: Schedule | None = None,
+    engine: Engine | None = None,
+    cluster: MixedCluster | None = None,
+) -> SimulatedPlan:
+    """Simulate a plan pass by pass; `schedule` stands in for the plan's.
 
     Parameters
     ----------
     graph : OperatorGraph
         The network, folded, at the plan's precision and any batch.
+    engine : Engine, optional
+        Runs the step operator by operator instead, to the same times.
+    cluster : MixedCluster, optional
+        Nodes of several device types that `hardware` stands for: every stage runs at the pace of its own.
+    """
+    if cluster is None:
+        lowered = lower_pipeline(plan, graph, hardware, schedule)
+    else:
+        lowered = lower_mixed(plan, graph, cluster, hardware, schedule)
+    result = simulate_operators(lowered.schedule, lowered.costs)
+    if engine is not None:
+        result = _rerun(lowered, result, engine)
+    memory = rank_memory(lowered)
+    peak = int(np.argmax([rank.peak_bytes for rank in memory]))
+    at_peak = {str(kind): int(size) for kind, size in memory[peak].at_peak.items()}
+    uncertainty, step = hardware.uncertainty, result.step_time_s
+    samples = plan.global_batch / step
+    peak_flops = hardware.peak(computed_dtype(graph)) * plan.devices
+    prediction = Prediction(
+        step_time_s=step,
+        interval_s=(step * (1 - uncertainty.low), step * (1 + uncertainty.high)),
+        label=uncertainty.label,
+        samples_per_s=samples,
+        tokens_per_s=None if plan.sequence_length is None else samples * plan.sequence_length,
+        mfu=lowered.flops * plan.micro_batches / (step * peak_flops),
+        peak_memory_bytes=int(sum(memory[peak].at_peak.values())),
+        device_memory_bytes=int(hardware.device_memory_bytes),
+        memory_at_peak=at_peak,
+        breakdown=breakdown(lowered, result),
+        peak_rank=peak,
+        start_s=start_s(plan, graph, hardware),
+    )
+    return SimulatedPlan(prediction=prediction, lowered=lowered, result=result, memory=memory)
+
+
+def predict_plan(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Prediction:
+    """Predict any plan; `graph` is the network, folded, at the plan's precision and any batch.
 
     Raises
     ------
     StrategyError
         The plan says something its network or schedule makes impossible.
     """
-    if plan.pipeline * plan.virtual > 1:
-        from planner.planning.pipeline_prediction import predict_pipeline
+    return simulate_plan(plan, graph, hardware).prediction
 
-        return _with_start(predict_pipeline(plan, graph, hardware).prediction, plan, graph, hardware)
-    timeline = fast_engine.simulate(lowered_step(plan, graph), hardware)
-    return prediction_of(plan, at_batch(graph, plan.samples), hardware, timeline)
+
+def _rerun(lowered: LoweredPipeline, result: OperatorResult, engine: Engine) -> OperatorResult:
+    """The times of the step in an engine."""
+    schedule, table = lowered.schedule, operator_table(lowered.schedule, lowered.costs)
+    _, ends = engine(table)
+    last = np.arange(table.size - schedule.ranks, table.size)
+    step = period_s(table, last, schedule.beginning_ranks, ends, engine)
+    return replace(result, step_time_s=step, length_s=float(ends.max()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OperatorRun:
+    """A step operator by operator: tasks (T), their starts and ends in seconds, the action of each, memory of ranks."""
+
+    table: TaskTable
+    times: tuple[FloatArray, FloatArray]
+    actions: IntArray
+    memory: tuple[RankMemory, ...]
+
+
+def operator_run(found: SimulatedPlan) -> OperatorRun:
+    """Run the step of a prediction once more, for when each task starts and ends."""
+    schedule, costs = found.lowered.schedule, found.lowered.costs
+    table, actions = operator_table(schedule, costs), task_actions(schedule, costs)
+    times = fast_engine.run(table)
+    memory = pipeline_memory(schedule, *action_times(schedule, table, times, actions), found.lowered.sizes)
+    return OperatorRun(table=table, times=times, actions=actions, memory=memory)
+
+
+def write_trace(found: SimulatedPlan, plan: Plan, path: str | Path) -> Path:
+    """Write the step of every pipeline rank for Perfetto or Chrome."""
+    schedule, run = found.lowered.schedule, operator_run(found)
+    description = {
+        "program": plan.network,
+        "schedule": schedule.name,
+        "step_time_s": found.prediction.step_time_s,
+        "last_rank_ends_s": found.result.length_s,
+        "breakdown": dict(found.prediction.breakdown),
+        "peak_memory_bytes": found.prediction.peak_memory_bytes,
+        "devices": plan.devices,
+        "ranks_drawn": schedule.ranks,
+        "note": "one process for each pipeline rank; the devices of its stage run alike",
+    }
+    tasks, seconds = found.lowered.work.tasks, found.lowered.work.seconds
+    inside = (
+        (operator, [(tasks[n], float(seconds[n])) for n in numbers]) for operator, numbers in operator_tasks(found, run)
+    )
+    return write_pipeline_trace(
+        path, schedule, run.table, run.times, run.actions, run.memory, inside, description=description
+    )
+
+
+def operator_tasks(found: SimulatedPlan, run: OperatorRun) -> Iterator[tuple[int, Sequence[int]]]:
+    """Tasks of `run` that are operators of passes, each with the numbers of what it runs; without pairs of passes."""
+    schedule, lowered = found.lowered.schedule, found.lowered
+    inside = np.flatnonzero((run.actions >= 0) & (run.table.label < STREAMS))
+    order = inside[np.argsort(run.actions[inside], kind="stable")]
+    first, last = (np.searchsorted(run.actions[order], np.arange(schedule.size), side) for side in ("left", "right"))
+    variants, known = action_variants(schedule), dict[tuple[ActionKind, int, int], list[Sequence[int]]]()
+    for action in schedule.leaders[~schedule.paired[schedule.leaders]].tolist():
+        key = ActionKind(int(schedule.kind[action])), int(schedule.stage[action]), int(variants[action])
+        if key not in known:
+            one, rows = lowered.work.of_pass(*key), known.setdefault(key, [()] * (last[action] - first[action]))
+            for row, numbers in zip(one.rows.tolist(), one.tasks, strict=True):
+                rows[row] = numbers
+        yield from zip(order[first[action] : last[action]].tolist(), known[key], strict=True)
+
+
+def rank_memory(lowered: LoweredPipeline) -> tuple[RankMemory, ...]:
+    """Memory of every rank; the order of its actions alone decides, so they are taken to last equally long."""
+    schedule = lowered.schedule
+    turn = (np.arange(schedule.size) - schedule.offsets[schedule.action_rank]).astype(np.float64)
+    second = np.flatnonzero(schedule.paired) + 1
+    starts, ends = turn.copy(), turn + 1.0
+    starts[second], ends[second - 1] = turn[second] - 1.0, turn[second] + 1.0
+    return pipeline_memory(schedule, starts, ends, lowered.sizes)
+
+
+def breakdown(lowered: LoweredPipeline, result: OperatorResult) -> dict[str, float]:
+    """Seconds of a step by what ranks do, their mean: computation, communication that nothing hides, waiting, update.
+
+    Communication counts as exposed where the kernels of a pass wait for it, and after the last action.
+    """
+    schedule, costs, compute = lowered.schedule, lowered.costs, result.compute_s
+    if not lowered.hardware.overlaps_communication:
+        return _in_turn(lowered, result)
+    exposed: FloatArray = result.stall_s + result.drained_s - result.computed_s
+    for ranks, seconds in costs.meetings:
+        exposed[list(ranks)] += seconds
+    optimizer = np.broadcast_to(np.asarray(costs.epilogue_s, dtype=np.float64), schedule.ranks)
+    idle: FloatArray = result.step_time_s - compute - optimizer
+    # A stage alone waits for nothing but messages.
+    exposed = np.minimum(exposed, idle) if schedule.ranks > 1 else idle
+    parts = {
+        "compute_s": float(compute.mean()),
+        "exposed_communication_s": float(exposed.mean()),
+        "bubble_s": float(result.step_time_s - compute.mean() - exposed.mean() - optimizer.mean()),
+        "optimizer_s": float(optimizer.mean()),
+    }
+    return without_rounding(parts, result.step_time_s)
+
+
+def _in_turn(lowered: LoweredPipeline, result: OperatorResult) -> dict[str, float]:
+    """`breakdown` where messages take turns with kernels; those between stages count as waiting, as where they hide."""
+    schedule, work, costs = lowered.schedule, lowered.work, lowered.costs
+    taken = result.compute_s + per_rank(schedule, costs.prologue_s) + per_rank(schedule, costs.epilogue_s)
+    updates = sum(times * float(work.seconds[number]) for rank in work.updates for number, times in rank)
+    sent = work.seconds * [task.collective is not None for task in work.tasks]
+    inside, optimizer = float(work.in_passes(schedule) @ sent) / schedule.ranks, updates / schedule.ranks
+    met = sum(len(ranks) * seconds for ranks, seconds in costs.meetings) / schedule.ranks
+    parts = {
+        "compute_s": float(taken.mean()) - inside - optimizer,
+        "exposed_communication_s": inside + met,
+        "bubble_s": float(result.step_time_s - taken.mean()) - met,
+        "optimizer_s": optimizer,
+    }
+    return without_rounding(parts, result.step_time_s)

@@ -1,4 +1,4 @@
-"""One simulated training step of a plan with any number of stages."""
+"""One simulated training step of a plan."""
 
 from __future__ import annotations
 
@@ -6,37 +6,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.lowering.checked import checked_graph, lower
-from planner.planning.loading import lower_strategy, predict_pipeline_strategy
-from planner.planning.pipeline_prediction import PipelinePrediction, predict_pipeline, write_trace
-from planner.planning.prediction import Prediction, predict
-from simulator.trace import write_trace as write_stage_trace
+from planner.lowering.checked import checked_graph
+from planner.planning.loading import strategy_graph
+from planner.planning.prediction import Prediction, SimulatedPlan, simulate_plan, write_trace
 
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
     from planner.plans.plan import Plan
     from simulator.hardware import Hardware
-    from simulator.program import Program
-    from simulator.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimulatedStep:
-    """A simulated step: ``stage`` holds what ran with one stage, ``pipeline`` with several."""
+    """A simulated step: ``found`` holds what ran."""
 
     plan: Plan
     hardware: Hardware
-    prediction: Prediction
-    stage: tuple[Timeline, Program] | None = field(default=None, repr=False)
-    pipeline: PipelinePrediction | None = field(default=None, repr=False)
+    found: SimulatedPlan = field(repr=False)
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the simulation predicts."""
+        return self.found.prediction
 
     def write_trace(self, path: str | Path) -> None:
         """Write the step as a trace for https://ui.perfetto.dev."""
-        if self.pipeline is not None:
-            write_trace(self.pipeline, self.plan, path)
-        else:
-            assert self.stage is not None
-            write_stage_trace(*self.stage, path, hardware=self.hardware)
+        write_trace(self.found, self.plan, path)
 
 
 def simulated_step(
@@ -58,13 +53,9 @@ def simulated_step(
     StrategyError
         The plan is of another network, or says what is impossible.
     """
-    if plan.pipeline * plan.virtual > 1:
-        found = (
-            predict_pipeline(plan, checked_graph(plan, graph), hardware)
-            if not source
-            else predict_pipeline_strategy(plan, source, hardware)
-        )
-        return SimulatedStep(plan=plan, hardware=hardware, prediction=found.prediction, pipeline=found)
-    lowered = lower(plan, graph) if not source else lower_strategy(plan, source)
-    prediction, timeline = predict(plan, lowered, hardware)
-    return SimulatedStep(plan=plan, hardware=hardware, prediction=prediction, stage=(timeline, lowered.program))
+    if source:
+        with strategy_graph(plan, source) as checked:
+            found = simulate_plan(plan, checked, hardware)
+    else:
+        found = simulate_plan(plan, checked_graph(plan, graph), hardware)
+    return SimulatedStep(plan=plan, hardware=hardware, found=found)

@@ -15,7 +15,8 @@ from typing import Any
 from planner.execution.launch.starting import prepare
 from planner.execution.measuring.by_hand import Way
 from planner.execution.measuring.turns import Turns, rounds_within, take_turns
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import read_plan, write_plan
 from planner.plans.plan import Plan

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.graph.scaling import at_batch, at_precision
 from planner.lowering.checked import fits_copies, lower
 from planner.lowering.instructions import Accumulate, Communicate, Compute, read_values, value_of_copy, written_values

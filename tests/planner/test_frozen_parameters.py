@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.planning.planning import PlanRequest, capture_for, plan_network
 from planner.planning.setting import setting_of
 from planner.planning.shared_tables import SharedTables

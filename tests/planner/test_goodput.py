@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
-from planner.cost.work import optimizer
-from planner.lowering.instructions import LoweredPlan
-from planner.planning.goodput import checkpoint_bytes, plan_goodput, straggle, with_given
-from planner.planning.loading import lower_strategy
+from planner.graph.operator_graph import OperatorGraph
+from planner.lowering.checked import checked_graph
+from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
+from planner.planning.goodput import checkpoint_bytes, plan_goodput, with_given
+from planner.planning.stragglers import straggle
 from planner.plans.file import read_plan
 from simulator.errors import InputError
-from simulator.hardware import Reliability
+from simulator.hardware import Hardware, Reliability
 from simulator.profiles import load_profile
 from simulator.program import BufferKind
 
@@ -39,25 +40,32 @@ def strategies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def lowered(path: Path) -> LoweredPlan:
-    return lower_strategy(read_plan(path), path)
+def graph_of(path: Path) -> OperatorGraph:
+    return checked_graph(read_plan(path))
 
 
 def test_a_checkpoint_is_written_once_however_it_is_sharded(strategies: dict[str, Path]) -> None:
-    sharded, whole = (checkpoint_bytes(lowered(strategies[name]), optimizer("adamw")) for name in ("zero2", "none"))
+    sharded, whole = (
+        checkpoint_bytes(read_plan(strategies[name]), graph_of(strategies[name]), 8) for name in ("zero2", "none")
+    )
     assert sharded.written == pytest.approx(whole.written, rel=0.01)
     assert whole.loaded == pytest.approx(8 * whole.written)
-    assert sharded.loaded < 0.2 * whole.loaded
-    kinds = (BufferKind.PARAMETER, BufferKind.OPTIMIZER_STATE)
-    held = sum(b.size_bytes for b in lowered(strategies["none"]).program.resident if b.kind in kinds)
-    assert whole.loaded == held
+    assert sharded.loaded < 0.5 * whole.loaded
+    path = strategies["none"]
+    found = lower_pipeline(read_plan(path), graph_of(path), load_profile("dgx-a100")).sizes.resident
+    assert whole.loaded == sum(found[kind] for kind in (BufferKind.PARAMETER, BufferKind.OPTIMIZER_STATE))
 
 
 def test_stragglers_slow_the_computation_of_the_step(strategies: dict[str, Path]) -> None:
-    plan, hardware = lowered(strategies["zero2"]), load_profile("dgx-a100")
-    calm = straggle(plan, hardware, slow_ranks=0, slowdown=2.0, slow_links={}, seed=0)
-    slow = straggle(plan, hardware, slow_ranks=1, slowdown=2.0, slow_links={}, seed=0)
-    both = straggle(plan, hardware, slow_ranks=1, slowdown=2.0, slow_links={"NVSwitch": 0.1}, seed=0)
+    plan, hardware = read_plan(strategies["zero2"]), load_profile("dgx-a100")
+    graph = graph_of(strategies["zero2"])
+
+    def lower(cluster: Hardware) -> LoweredPipeline:
+        return lower_pipeline(plan, graph, cluster)
+
+    calm = straggle(plan, hardware, lower, slow_ranks=0, slowdown=2.0, slow_links={}, seed=0)
+    slow = straggle(plan, hardware, lower, slow_ranks=1, slowdown=2.0, slow_links={}, seed=0)
+    both = straggle(plan, hardware, lower, slow_ranks=1, slowdown=2.0, slow_links={"NVSwitch": 0.1}, seed=0)
     assert 1.5 < slow.step_time_s / calm.step_time_s < 2.0
     assert both.step_time_s > slow.step_time_s
     assert list(slow.slow_ranks.values()) == [2.0]
@@ -67,7 +75,7 @@ def test_stragglers_slow_the_computation_of_the_step(strategies: dict[str, Path]
 def test_goodput_of_a_plan_is_that_of_its_numbers(strategies: dict[str, Path]) -> None:
     hardware = load_profile("dgx-a100")
     numbers = Reliability(device_mtbf_s=8e4, restart_s=100.0, storage_bandwidth_bytes_per_s=1e6)
-    size = checkpoint_bytes(lowered(strategies["zero2"]), optimizer("adamw"))
+    size = checkpoint_bytes(read_plan(strategies["zero2"]), graph_of(strategies["zero2"]), 8)
     found = plan_goodput(size, 8, hardware, numbers, step_time_s=2.0, days=20.0, seed=3)
     assert found.job_mtbf_s == 1e4
     assert found.checkpoint.blocking_s == pytest.approx(8 * found.checkpoint_bytes.written / 1e6)

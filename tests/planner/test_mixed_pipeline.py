@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planner.planning.mixed_pipeline import lower_mixed, nodes_of_ranks
-from planner.planning.pipeline_prediction import predict_pipeline
+from planner.planning.prediction import simulate_plan
 from planner.plans.plan import Plan
 from simulator import engine, launches
 from simulator.errors import ProfileError
@@ -45,7 +45,7 @@ def plan_of(
 def step_s(plan: Plan, nodes: MixedCluster | None, **options: object) -> float:
     graph = captured("gpt2-tiny", LAYERS)
     hardware = load_profile(NEW) if nodes is None else pacing_hardware(nodes)
-    found = predict_pipeline(plan, graph, hardware, cluster=nodes, **options)  # type: ignore[arg-type]
+    found = simulate_plan(plan, graph, hardware, cluster=nodes, **options)  # type: ignore[arg-type]
     return found.prediction.step_time_s
 
 
@@ -61,7 +61,7 @@ def test_devices_of_one_type_are_no_mixed_cluster(axes: tuple[tuple[str, int], .
     graph = captured("gpt2-tiny", LAYERS)
     plan = plan_of(axes=axes)
     mixed = lower_mixed(plan, graph, nodes, pacing_hardware(nodes)).costs
-    alone = predict_pipeline(plan, graph, load_profile(NEW)).lowered.costs
+    alone = simulate_plan(plan, graph, load_profile(NEW)).lowered.costs
     for kind, passes in alone.passes.items():
         for one, other in zip(passes, mixed.passes[kind], strict=True):
             assert np.array_equal(one.seconds, other.seconds)
@@ -72,7 +72,7 @@ def test_each_stage_runs_at_its_own_pace() -> None:
     plan, fast, slow = plan_of(), "dgx-h100", "dgx-a100"
     pairs = ((fast, fast), (fast, slow), (slow, fast), (slow, slow))
     new, mixed, turned, old = (step_s(plan, cluster(*names)) for names in pairs)
-    paced = predict_pipeline(plan, captured("gpt2-tiny", LAYERS), pacing_hardware(cluster(fast, slow)))
+    paced = simulate_plan(plan, captured("gpt2-tiny", LAYERS), pacing_hardware(cluster(fast, slow)))
     assert new < mixed <= paced.prediction.step_time_s
     assert new < turned <= paced.prediction.step_time_s
     assert mixed < old

@@ -13,11 +13,13 @@ import yaml
 
 from planner.cli.plan_tables import difference_text
 from planner.graph.operator_graph import OperatorGraph
+from planner.graph.scaling import at_precision
+from planner.lowering.checked import lower, precision_dtype
 from planner.planning import one_stage, planning
 from planner.planning.analytic import differing_term
 from planner.planning.one_stage import _stored
-from planner.planning.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
-from planner.planning.prediction import Prediction, predict_plan
+from planner.planning.planning import PlanRequest, PlanResult, capture_for, plan_network
+from planner.planning.prediction import Prediction, predict_plan, simulate_plan
 from planner.plans.file import plan_to_text, read_plan, write_plan
 from planner.plans.plan import Plan, Status, optimizer_sharding
 from planner.plans.request import PIN_NAMES
@@ -83,14 +85,14 @@ def test_a_plan_multiplies_out_and_carries_its_proof(tiny: PlanResult) -> None:
     assert tiny.status is tiny.candidates[0].plan.certificate.status is Status.OPTIMAL
 
 
-def test_the_prediction_is_that_of_the_lowered_program(tiny: PlanResult) -> None:
+def test_the_prediction_is_that_of_the_simulated_step(tiny: PlanResult) -> None:
     hardware = load_profile("dgx-a100")
     candidate = next(c for c in tiny.candidates if c.plan.pipeline == 1)
     plan = candidate.plan
-    lowered = lower(plan, captured("gpt2-tiny"))
-    prediction, timeline = predict(plan, lowered, hardware)
+    found = simulate_plan(plan, at_precision(captured("gpt2-tiny"), precision_dtype(plan.precision)), hardware)
+    prediction = found.prediction
     assert prediction == replace(candidate.prediction, analytic={})
-    assert prediction.step_time_s == timeline.step_time_s
+    assert prediction.step_time_s == found.result.length_s
     assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_time_s)
     assert sum(prediction.memory_at_peak.values()) == prediction.peak_memory_bytes
     assert prediction.tokens_per_s == pytest.approx(prediction.samples_per_s * 64)

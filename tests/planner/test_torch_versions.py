@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.execution.run import ExecuteOptions, rehearse
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import rehearse
 from planner.graph.cache import SWITCH
 from planner.networks.loading import load_network
 from planner.plans.file import write_plan

@@ -5,53 +5,45 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from planner.planning.prediction import SimulatedPlan, simulate_plan
+from planner.plans.plan import Plan
 from reports.timeline import picture_svg, step_picture, write_picture
-from simulator.engine import replay
-from simulator.program import Phase, Program
-from simulator.timeline import Timeline
-from tests.simulator.programs import buffer, communication, program, segment, task
+from simulator.profiles import load_profile
+from tests.planner.lowering.plans import one_stage, pipelined
+from tests.planner.search.problems import captured
+
+GRAPH = captured("gpt2-tiny")
 
 
-def step() -> tuple[Timeline, Program]:
-    """Three micro-batches of two kernels and a collective, then an update."""
-    import numpy as np
-
-    made = program(
-        segment(
-            task("forward", allocates=(buffer("a", 2**20),)),
-            communication("reduce", after=(0,)),
-            task("backward", phase=Phase.BACKWARD, after=(0,), releases=("a",)),
-            count=3,
-        ),
-        segment(task("update", phase=Phase.UPDATE)),
-        resident=(buffer("weights", 2**21),),
-    )
-    return replay(made, [np.array([1.0, 0.5, 2.0]), np.array([0.25])]), made
+@pytest.fixture(scope="module", params=[1, 2], ids=["one stage", "two stages"])
+def step(request: pytest.FixtureRequest) -> SimulatedPlan:
+    plan: Plan = one_stage(axes=(("data", 2), ("tensor", 2)), storage="sharded")
+    if request.param > 1:
+        plan = pipelined(plan, GRAPH, request.param, "1f1b")
+    return simulate_plan(plan, GRAPH, load_profile("dgx-a100"))
 
 
-def test_the_picture_is_the_same_every_time_and_names_its_lanes() -> None:
-    timeline, made = step()
-    text = picture_svg(step_picture(timeline, made, title="one step"))
-    assert text == picture_svg(step_picture(timeline, made, title="one step"))
+def test_the_picture_is_the_same_every_time_and_names_its_lanes(step: SimulatedPlan) -> None:
+    text = picture_svg(step_picture(step, title="one step"))
+    assert text == picture_svg(step_picture(step, title="one step"))
     assert text.startswith("<svg")
     assert text.rstrip().endswith("</svg>")
-    for words in ("one step", "compute", "communication:data", "forward", "backward", "update", "memory, MiB"):
+    for words in ("one step", "rank 0", "forward", "backward", "update", "communication", "memory, MiB"):
         assert words in text
     assert not re.search(r"\d{4}-\d{2}-\d{2}", text), "no date"
 
 
-def test_pictures_are_written_by_their_ending(tmp_path: Path) -> None:
-    timeline, made = step()
-    svg = write_picture(step_picture(timeline, made, title="one step"), tmp_path / "step.svg")
-    png = write_picture(step_picture(timeline, made, title="one step"), tmp_path / "step.png")
+def test_pictures_are_written_by_their_ending(step: SimulatedPlan, tmp_path: Path) -> None:
+    svg = write_picture(step_picture(step, title="one step"), tmp_path / "step.svg")
+    png = write_picture(step_picture(step, title="one step"), tmp_path / "step.png")
     assert svg.read_text().startswith("<svg")
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_drawn_memory_keeps_its_peak() -> None:
-    from reports.timeline import _memory
-
-    timeline, _ = step()
-    times, sizes = _memory(timeline)
-    assert sizes.max() == timeline.peak_memory_bytes
-    assert (times[0], times[-1]) == (0.0, timeline.step_time_s)
+def test_the_drawn_memory_keeps_its_peak(step: SimulatedPlan) -> None:
+    curves = step_picture(step, title="one step").curves
+    assert int(max(sizes.max() for _, sizes in curves)) == step.prediction.peak_memory_bytes
+    assert all(times[0] == 0.0 and np.all(np.diff(times) >= 0) for times, _ in curves)

@@ -18,14 +18,12 @@ from simulator.contention import representative_axes, segment_transfers
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
 from simulator.program import Collective, Program, ProgramAxis, Segment, Task
-from simulator.stragglers import straggling_step
 from simulator.table_builder import TableBuilder
 from simulator.task_order import streams_of
 from simulator.task_table import StreamKind, TaskTable
 from simulator.timeline import Timeline
 from simulator.timing import group_shapes, task_times
 from simulator.topology import axis_groups, contended, link_use, topology_graph
-from simulator.trace import write_trace
 from tests.simulator.programs import communication, program, segment, segments, task
 
 DGX = replace(load_profile("dgx-a100"), training={}, overlap_compute_speed=1.0)
@@ -139,8 +137,6 @@ def test_the_profile_says_what_overlap_costs(tmp_path: Any) -> None:
     assert timeline.step_time_s == pytest.approx(kernel + 0.2 * (latency + beside), rel=1e-9)
     kept = replace(hardware, overlap_transfer_speed=1.0)
     assert fast_engine.simulate(subject, kept).step_time_s == pytest.approx(kernel + 0.2 * message, rel=1e-9)
-    assert straggling_step(subject, hardware, np.ones(32)).step_time_s == timeline.step_time_s
-    write_trace(timeline, subject, tmp_path / "trace.json", hardware=hardware)
 
 
 @pytest.mark.parametrize("name", ["dgx-a100", "dgx1-v100", "a100-pcie", "gh200x4", "ascend910-atlas800"])

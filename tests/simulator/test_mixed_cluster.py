@@ -6,17 +6,15 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from simulator.collectives import collective_time
 from simulator.errors import ProfileError
-from simulator.mixed_cluster import MixedCluster, mixed_collective_time, mixed_task_times, slowest_links
+from simulator.hardware import Hardware
+from simulator.mixed_cluster import MixedCluster, slowest_links
 from simulator.profiles import check_profile, load_cluster, load_profile
 from simulator.program import Collective
-from simulator.timing import task_times
-from simulator.topology import FabricSpec, group_shape
-from tests.simulator.programs import communication, program, segment, task
+from simulator.topology import FabricSpec, GroupShape
 
 profile = cache(load_profile)
 TEXT = """
@@ -50,32 +48,14 @@ def test_devices_carry_their_profile_and_numbers_run_through_the_nodes(mixed: Mi
 
 @pytest.mark.parametrize("collective", list(Collective))
 def test_a_group_of_both_types_goes_at_the_slower_ones_links(mixed: MixedCluster, collective: Collective) -> None:
-    both = mixed_collective_time(mixed, collective, 1e9, range(8, 24))
+    def seconds(hardware: Hardware) -> float:
+        members = (8, *(1,) * (len(hardware.levels) - 2), 2)
+        return collective_time(hardware, collective, 1e9, GroupShape(members=members))
+
+    both = seconds(slowest_links(mixed, [1, 2]))
     for name in ("dgx-a100", "dgx1-v100"):
         alone = MixedCluster(name="alone", nodes=(profile(name),) * 2, fabric=mixed.fabric)
-        assert both >= mixed_collective_time(alone, collective, 1e9, range(16)) * (1 - 1e-9)
-
-
-def test_a_group_inside_a_node_is_that_of_its_profile(mixed: MixedCluster) -> None:
-    new, old = profile("dgx-a100"), profile("dgx1-v100")
-    inside = mixed_collective_time(mixed, Collective.ALL_REDUCE, 1e8, range(8))
-    assert inside == collective_time(new, Collective.ALL_REDUCE, 1e8, group_shape(new, 8, 1))
-    inside = mixed_collective_time(mixed, Collective.ALL_REDUCE, 1e8, range(16, 24))
-    assert inside == collective_time(old, Collective.ALL_REDUCE, 1e8, group_shape(old, 8, 1))
-    uneven = mixed_collective_time(mixed, Collective.ALL_REDUCE, 1e8, [0, 1, 2, 16])
-    assert uneven > mixed_collective_time(mixed, Collective.ALL_REDUCE, 1e8, [0, 1, 16, 17]) > 0
-
-
-def test_a_program_in_step_takes_the_slowest_types_kernels(mixed: MixedCluster) -> None:
-    work = program(segment(task("matmul", flops=1e12, bytes_moved=1e9, dtype="float16"), communication("gradients")))
-    new_only = MixedCluster(name="new", nodes=(profile("dgx-a100"),), fabric=mixed.fabric)
-    old_first = MixedCluster(name="both", nodes=(profile("dgx1-v100"), profile("dgx-a100")), fabric=mixed.fabric)
-    alone = mixed_task_times(work, new_only)
-    assert np.array_equal(alone[0], task_times(work, profile("dgx-a100"))[0])
-    slow = mixed_task_times(work, old_first)
-    assert slow[0][0] > 2 * alone[0][0]
-    with pytest.raises(ProfileError, match="needs 4 devices, cluster none has 0; add nodes"):
-        mixed_task_times(work, MixedCluster(name="none", nodes=(), fabric=FabricSpec(latency_s=1e-6)))
+        assert both >= seconds(slowest_links(alone, [0, 1])) * (1 - 1e-9)
 
 
 def test_a_cluster_stands_for_a_profile(tmp_path: Path) -> None:

@@ -2,76 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
-from simulator.columns import columns
 from simulator.errors import InputError
 from simulator.fast_engine import simulate
 from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.pipeline_passes import simulate_operators
 from simulator.profiles import load_profile
-from simulator.program import Program, Segment
 from simulator.schedules import ActionKind, make_schedule
-from simulator.stragglers import compute_factors, slow_level, slow_links, slow_ranks, slow_stages, straggling_step
-from simulator.task_order import execution_order, stream_numbers
+from simulator.stragglers import compute_factors, slow_level, slow_links, slow_ranks, slow_stages
 from simulator.task_table import StreamKind, TaskTable
-from simulator.timing import task_times
-from tests.simulator.programs import communication, program, segment, segments, task
+from tests.simulator.programs import communication, program, segment
 
 HARDWARE = load_profile("dgx-a100")
-DIRECT = replace(load_profile("gh200x4"), overlap_compute_speed=1.0)
-"""Four devices joined pair by pair: the two axes share no link, and messages slow no kernels."""
-
-
-def every_rank(subject: Program, factors: np.ndarray) -> float:
-    """Step time with all four ranks (data 2 × tensor 2) simulated, each at its own speed."""
-    total = np.zeros(subject.devices)
-    for part, seconds in zip(subject.segments, task_times(subject, DIRECT), strict=True):
-        for _ in range(part.count):
-            total = _repetition(part, seconds, factors, total)
-    return float(total.max())
-
-
-def _repetition(part: Segment, seconds: np.ndarray, factors: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    (listed,) = columns(program(part)).segments
-    _, stream = stream_numbers(listed, overlaps_communication=True)
-    stream_of = stream.tolist()
-    free = {number: begin.copy() for number in stream_of}
-    ends = [begin] * len(part.tasks)
-    for index in execution_order(listed, stream).tolist():
-        one = part.tasks[index]
-        start = np.max([free[stream_of[index]], *(ends[before] for before in one.after)], axis=0)
-        if one.collective is None:
-            end = start + seconds[index] * factors
-        else:  # ranks are numbered data × tensor
-            axis = 0 if one.axis == "data" else 1
-            together = np.broadcast_to(start.reshape(2, 2).max(axis=axis, keepdims=True), (2, 2))
-            end = together.reshape(4) + seconds[index]
-        ends[index] = free[stream_of[index]] = end
-    return np.max([begin, *ends], axis=0)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    parts=st.lists(segments(), min_size=1, max_size=2),
-    factors=st.lists(st.sampled_from((1.0, 1.1, 1.5, 3.0)), min_size=4, max_size=4),
-)
-def test_the_slowest_rank_decides(parts: list[Segment], factors: list[float]) -> None:
-    subject = program(*parts)
-    values = np.array(factors)
-    # A segment begins when the rank is idle, so ranks that are early in one may be early in the next.
-    assert straggling_step(subject, DIRECT, values).step_time_s == pytest.approx(every_rank(subject, values))
-
-
-def test_equal_ranks_are_not_slowed() -> None:
-    subject = program(segment(task("a", flops=1e12), communication("b", after=(0,)), count=3))
-    assert straggling_step(subject, HARDWARE, np.ones(4)).step_time_s == simulate(subject, HARDWARE).step_time_s
 
 
 def test_factors_are_seeded_and_spread_as_stated() -> None:

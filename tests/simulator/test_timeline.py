@@ -10,7 +10,7 @@ from hypothesis import given
 
 from simulator.fast_engine import replay
 from simulator.program import Collective, Kernel, Phase, Program
-from simulator.timeline import Timeline, top_operators
+from simulator.timeline import Timeline
 from tests.simulator.programs import communication, program, segment, task, timed_programs
 
 
@@ -50,31 +50,6 @@ def test_all_communication_is_exposed_without_overlap() -> None:
     timeline = replay(program(backward), [np.array([1.0, 3.0, 2.0])], overlaps_communication=False)
     assert timeline.breakdown["exposed_communication_s"] == 3.0
     assert not timeline.overlaps_communication
-
-
-def test_collectives_are_counted_by_kind_and_axis() -> None:
-    _, timeline = example()
-    rows = [(c.collective, c.axis, c.calls, c.seconds) for c in timeline.collectives]
-    assert rows == [(Collective.ALL_REDUCE, "data", 3, 6.25), (Collective.ALL_GATHER, "tensor", 2, 1.0)]
-    assert timeline.collectives[0].payload_bytes == 2 * 100.0 + 1e6
-
-
-def test_top_operators_fold_layers() -> None:
-    found, timeline = example()
-    rows = top_operators(timeline, found, limit=3)
-    assert [(r.name, r.kernel, r.calls, r.seconds) for r in rows] == [
-        ("blocks.*.linear", "matmul", 4, 6.0),
-        ("reduce", "all_reduce", 2, 6.0),
-        ("gather", "all_gather", 2, 1.0),
-    ]
-    assert rows[0].share == pytest.approx(6 / 14.25)
-    apart = top_operators(timeline, found, fold_layers=False)
-    assert ("blocks.1.linear", 4.0) in [(r.name, r.seconds) for r in apart]
-    assert sum(r.share for r in apart) == pytest.approx(1.0)
-
-
-def test_top_operators_of_nothing() -> None:
-    assert top_operators(replay(program(), []), program()) == ()
 
 
 @given(timed=timed_programs())

@@ -26,7 +26,7 @@ def execute(
         Told the number of each step, from 0, and its loss while training goes on
         (`planner.execution.launch.progress.loss_monitor` writes lines).
     options
-        As `planner.execution.run.ExecuteOptions` has them: ``steps``, ``verify``, ``precision``, ``data``, ….
+        As `planner.execution.options.ExecuteOptions` has them: ``steps``, ``verify``, ``precision``, ``data``, ….
 
     Raises
     ------
@@ -37,7 +37,8 @@ def execute(
     """
     from dataclasses import fields
 
-    from planner.execution.run import ExecuteOptions, execute_plan
+    from planner.execution.options import ExecuteOptions
+    from planner.execution.run import execute_plan
     from planner.plans.file import read_plan
 
     known = [one.name for one in fields(ExecuteOptions) if one.name != "strategy"]

@@ -12,7 +12,7 @@ import torch
 from planner.execution.job import input_specs
 from planner.execution.launch.starting import Prepared
 from planner.execution.measuring.recorded import timed_instructions, update_payload
-from planner.lowering.instructions import Communicate, Instruction, LoweredPlan, LoweredStages, StoredParameter
+from planner.lowering.instructions import Communicate, Instruction, LoweredStages, StoredParameter
 from planner.sharding.placement import local_shape
 from simulator.calibration.machine import BACKENDS
 from simulator.program import Task
@@ -103,28 +103,23 @@ def dry_run(prepared: Prepared, refused: str | None) -> DryRun:
     )
 
 
-def rank_line(lowered: LoweredPlan | LoweredStages, rank: int) -> RankLine:
+def rank_line(lowered: LoweredStages, rank: int) -> RankLine:
     """Tell what one rank of a plan would do in a step."""
     mesh = lowered.mesh
     coordinates = mesh.coordinates(rank)
     place = {axis.name: at for axis, at in zip(mesh.axes, coordinates, strict=True)}
-    stages: tuple[int, ...] = ()
-    stored: tuple[StoredParameter, ...]
-    read = {entry.name for entry in lowered.inputs}
-    if isinstance(lowered, LoweredStages):
-        mine = lowered.ranks[lowered.pipeline_rank(rank)]
+    mine = lowered.ranks[lowered.pipeline_rank(rank)]
+    staged = lowered.schedule.stages > 1
+    if staged:
         place["pipeline"] = lowered.pipeline_rank(rank)
-        stages, stored = mine.stages, mine.parameters
-        read = {entry.name for stage in stages for entry in lowered.stages[stage].inputs}
-    else:
-        stored = lowered.parameters
+    read = {entry.name for stage in mine.stages for entry in lowered.stages[stage].inputs}
     return RankLine(
         rank=rank,
         place=place,
-        stages=stages,
+        stages=mine.stages if staged else (),
         passes=tuple(_passes(lowered, rank)),
-        parameters=len(stored),
-        parameter_bytes=sum(_stored_bytes(lowered, stored).values()),
+        parameters=len(mine.parameters),
+        parameter_bytes=sum(_stored_bytes(lowered, mine.parameters).values()),
         inputs={
             spec.name: tuple(local_shape(spec.shape, entry.placements, mesh.sizes))
             for spec, entry in zip(input_specs(lowered), lowered.inputs, strict=True)
@@ -134,18 +129,14 @@ def rank_line(lowered: LoweredPlan | LoweredStages, rank: int) -> RankLine:
     )
 
 
-def _passes(lowered: LoweredPlan | LoweredStages, rank: int) -> Iterator[str]:
-    if isinstance(lowered, LoweredPlan):
-        for number in range(lowered.micro_batches):
-            yield from (f"0F{number}", f"0B{number}")
-        return
+def _passes(lowered: LoweredStages, rank: int) -> Iterator[str]:
     schedule, place = lowered.schedule, lowered.pipeline_rank(rank)
     for i in range(int(schedule.offsets[place]), int(schedule.offsets[place + 1])):
         kind = ActionKind(int(schedule.kind[i]))
         yield f"{int(schedule.stage[i])}{kind.letter}{int(schedule.micro_batch[i])}"
 
 
-def _stored_bytes(lowered: LoweredPlan | LoweredStages, stored: tuple[StoredParameter, ...]) -> dict[str, int]:
+def _stored_bytes(lowered: LoweredStages, stored: tuple[StoredParameter, ...]) -> dict[str, int]:
     """Bytes of a rank's pieces, by the name of their value."""
     specs = {node.name: node.outputs[0] for node in lowered.graph.nodes if node.outputs}
     found = {}
@@ -159,7 +150,7 @@ def _stored_bytes(lowered: LoweredPlan | LoweredStages, stored: tuple[StoredPara
 # Messages
 
 
-def _messages(lowered: LoweredPlan | LoweredStages, rank: int) -> Iterator[MessageLine]:
+def _messages(lowered: LoweredStages, rank: int) -> Iterator[MessageLine]:
     """Collectives in the order of their first use, then what crosses between stages, then those of the update."""
     counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
     sizes: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
@@ -172,34 +163,31 @@ def _messages(lowered: LoweredPlan | LoweredStages, rank: int) -> Iterator[Messa
         if isinstance(instruction, Communicate) and task.collective is not None and times:
             group = _group(lowered, rank, _axis(lowered, instruction, task))
             add(task.collective.value, task.axis, group, times, task.payload_bytes)
-    if isinstance(lowered, LoweredStages):
-        for peer, size in _crossings(lowered, rank):
-            add("send", "pipeline", (rank, peer), 1, size)
-        for update in lowered.ranks[lowered.pipeline_rank(rank)].update:
-            if isinstance(update, Communicate):
-                group = _group(lowered, rank, update.axis)
-                axes = lowered.mesh.axes
-                axis = axes[update.axis].name if update.axis < len(axes) else "shared parameters"
-                add(update.collective.value, axis, group, 1, update_payload(lowered, rank, update))
+    for peer, size in _crossings(lowered, rank):
+        add("send", "pipeline", (rank, peer), 1, size)
+    for update in lowered.ranks[lowered.pipeline_rank(rank)].update:
+        if isinstance(update, Communicate):
+            group = _group(lowered, rank, update.axis)
+            axes = lowered.mesh.axes
+            axis = axes[update.axis].name if update.axis < len(axes) else "shared parameters"
+            add(update.collective.value, axis, group, 1, update_payload(lowered, rank, update))
     for key, count in counts.items():
         yield MessageLine(collective=key[0], axis=key[1], group=key[2], count=count, total_bytes=sizes[key])
 
 
-def _axis(lowered: LoweredPlan | LoweredStages, instruction: Instruction, task: Task) -> int:
+def _axis(lowered: LoweredStages, instruction: Instruction, task: Task) -> int:
     """Number of a message's mesh axis; one that an operator runs by itself is known by its task alone."""
     if isinstance(instruction, Communicate) and instruction.sources:
         return instruction.axis
     return [axis.name for axis in lowered.mesh.axes].index(task.axis)
 
 
-def _group(lowered: LoweredPlan | LoweredStages, rank: int, axis: int) -> tuple[int, ...]:
+def _group(lowered: LoweredStages, rank: int, axis: int) -> tuple[int, ...]:
     """Ranks of the job that meet `rank` on a mesh axis, or, behind those, in a tie between pipeline ranks."""
     mesh = lowered.mesh
-    stride = 0 if isinstance(lowered, LoweredPlan) else lowered.pipeline_stride
-    place = 0 if isinstance(lowered, LoweredPlan) else lowered.pipeline_rank(rank)
+    stride, place = lowered.pipeline_stride, lowered.pipeline_rank(rank)
     base = rank - place * stride
     if axis >= len(mesh.axes):
-        assert isinstance(lowered, LoweredStages)
         members = lowered.ranks[place].ties[axis - len(mesh.axes)]
         return tuple(base + member * stride for member in members)
     found = next(ranks for ranks in mesh.groups(axis) if base in ranks)

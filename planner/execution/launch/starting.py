@@ -20,10 +20,8 @@ from planner.execution.optimizers import hyperparameters
 from planner.execution.paces import begin_together
 from planner.execution.worker import train
 from planner.lowering.checked import checked_graph
-from planner.lowering.instructions import LoweredPlan, LoweredStages
 from planner.planning.loading import lower_to_run, naming
-from planner.planning.pipeline_prediction import predict_pipeline
-from planner.planning.prediction import Prediction, predict
+from planner.planning.prediction import Prediction, simulate_plan
 from planner.plans.plan import Plan
 from simulator.calibration.launch import ask_process
 from simulator.calibration.machine import BACKENDS, count_devices
@@ -34,7 +32,7 @@ from simulator.torch_versions import untried_torch
 
 if TYPE_CHECKING:
     from planner.execution.launch.membership import Membership
-    from planner.execution.run import ExecuteOptions
+    from planner.execution.options import ExecuteOptions
 
 WARM_UP_STEPS = 2
 RECORDED_STEPS = 5
@@ -112,7 +110,7 @@ def prepare(plan: Plan, options: ExecuteOptions, membership: Membership | None, 
         checkpoints=orders,
         recorded_steps=RECORDED_STEPS if options.measure or options.trace is not None else 0,
     )
-    prediction, length_s, notes = _prediction(plan, lowered)
+    prediction, length_s, notes = _prediction(plan)
     calibrated = _calibrated_pace(plan)
     job = replace(job, times_pace=calibrated is not None)
     at_once = begin_together(job.device_type, wanted=job.times_pace)
@@ -275,9 +273,7 @@ def _check_memory(plan: Plan, prepared: Prepared, membership: Membership | None)
         )
 
 
-def _prediction(
-    plan: Plan, lowered: LoweredPlan | LoweredStages
-) -> tuple[Prediction | None, float | None, tuple[str, ...]]:
+def _prediction(plan: Plan) -> tuple[Prediction | None, float | None, tuple[str, ...]]:
     """Predict a step on the plan's hardware, and its length; with notes where something is missing."""
     try:
         hardware = machine_of(plan, software=False)
@@ -288,9 +284,6 @@ def _prediction(
         notes = (f"profile {plan.hardware} has changed since the plan was made",)
     if plan.software:
         notes = (*notes, f"the plan was made for {plan.software}, the step is predicted as torch runs it")
-    if isinstance(lowered, LoweredPlan):
-        prediction = predict(plan, lowered, hardware)[0]
-        return prediction, prediction.step_time_s, notes
     plan = replace(plan, software="")
-    found = predict_pipeline(plan, checked_graph(plan), hardware)
+    found = simulate_plan(plan, checked_graph(plan), hardware)
     return found.prediction, found.result.length_s, notes

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from planner.execution.machine import Action
-from planner.lowering.instructions import Communicate, Instruction, LoweredPlan, LoweredStages
+from planner.lowering.instructions import Communicate, Instruction, LoweredStages
 
 IntArray = NDArray[np.int64]
 REDUCTION, RECEIVE = 3, 4
@@ -49,7 +49,7 @@ class RankRecord:
 class Recorder:
     """The clocks of one rank; a `planner.execution.machine.Watch` that costs next to nothing while it is off."""
 
-    def __init__(self, lowered: LoweredPlan | LoweredStages, rank: int, device: torch.device) -> None:
+    def __init__(self, lowered: LoweredStages, rank: int, device: torch.device) -> None:
         self.recording = False
         self._numbers = {id(one): number for number, one in enumerate(catalogue(lowered, rank))}
         self._events: list[tuple[int, int, Any, Any, int]] = []
@@ -122,7 +122,7 @@ class Recorder:
         )
 
 
-def catalogue(lowered: LoweredPlan | LoweredStages, rank: int) -> list[Instruction]:
+def catalogue(lowered: LoweredStages, rank: int) -> list[Instruction]:
     """Every instruction that a rank of the job runs, once, in a fixed order.
 
     Wherever the lowered plan is unpickled an instruction has the same number.
@@ -134,11 +134,7 @@ def catalogue(lowered: LoweredPlan | LoweredStages, rank: int) -> list[Instructi
     return list(found.values())
 
 
-def _all_instructions(lowered: LoweredPlan | LoweredStages, rank: int) -> Iterator[Instruction]:
-    if isinstance(lowered, LoweredPlan):
-        for segment in lowered.instructions:
-            yield from segment
-        return
+def _all_instructions(lowered: LoweredStages, rank: int) -> Iterator[Instruction]:
     mine = lowered.ranks[lowered.pipeline_rank(rank)]
     for number in mine.stages:
         for one in lowered.stages[number].passes.values():

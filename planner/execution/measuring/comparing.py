@@ -11,12 +11,11 @@ from planner.execution.machine import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE, REDUCTION, RankRecord
 from planner.execution.measuring.recorded import FloatArray, RankTimes, quiet_tasks, rank_times
 from planner.execution.virtual.script import predicted_times, tie_axes
-from planner.lowering.instructions import LoweredPlan, LoweredStages
-from planner.planning.prediction import ROUNDING
+from planner.lowering.instructions import LoweredStages
+from planner.planning.prediction import ROUNDING, SimulatedPlan, operator_run, operator_tasks
 from planner.plans.plan import Plan
 from simulator.hardware import Hardware
-from simulator.program import COMPUTE_STREAM, Task
-from simulator.timeline import Timeline
+from simulator.program import Task
 
 OPERATORS, MESSAGES, REST = "operators", "messages", "rest"
 WAITING, STAGES, BETWEEN = "waiting for other ranks", "waiting for other stages", "between instructions"
@@ -100,18 +99,17 @@ class Comparison:
 
 def compare(
     plan: Plan,
-    lowered: LoweredPlan | LoweredStages,
+    lowered: LoweredStages,
     records: Sequence[RankRecord],
     hardware: Hardware,
-    predicted_step_s: float,
-    timeline: Timeline | None = None,
+    simulated: SimulatedPlan,
 ) -> Comparison:
     """Lay the recorded steps of all ranks beside the prediction on `hardware`.
 
     Parameters
     ----------
     records : one a rank
-    timeline : the simulated step of a plan on one stage, which says what of its messages computation hides
+    simulated : the step on `hardware`, which says how long it takes and what of its messages computation hides
     """
     ranks = rank_times(plan, lowered, records)
     quiet = [quiet_tasks(lowered, rank) for rank in range(len(ranks))]
@@ -120,9 +118,9 @@ def compare(
     seconds = dict(zip(tasks, predicted_times(plan, lowered, list(tasks.values()), hardware), strict=True))
     whole = np.max([rank.durations_s for rank in ranks], axis=0)
     middle = middle_step(ranks)
-    hidden = {} if timeline is None or not isinstance(lowered, LoweredPlan) else _shown(lowered, timeline)
-    shown = {key: hidden.get(key, value) for key, value in seconds.items()}
-    waiting = 1.0 - 1.0 / hardware.waiting(len(ranks)) if isinstance(lowered, LoweredPlan) else 0.0
+    exposed = _exposed(simulated)
+    shown = {key: value * exposed.get(_group(tasks[key]), 1.0) for key, value in seconds.items()}
+    waiting = 1.0 - 1.0 / hardware.waiting(len(ranks)) if lowered.schedule.ranks == 1 else 0.0
     return Comparison(
         network=plan.network,
         hardware=plan.hardware,
@@ -131,7 +129,7 @@ def compare(
         recorded_steps=len(whole),
         recorded_step_time_s=float(np.median(whole)),
         errors=tuple(
-            _errors([rank.of_step(middle) for rank in ranks], quiet, shown, waiting, predicted_step_s, middle)
+            _errors([rank.of_step(middle) for rank in ranks], quiet, shown, waiting, simulated.result.length_s, middle)
         ),
         work=tuple(_work_rows(ranks, seconds)),
         messages=tuple(_message_rows(lowered, ranks, seconds)),
@@ -144,26 +142,39 @@ def middle_step(ranks: Sequence[RankTimes]) -> int:
     return int(np.argsort(whole, kind="stable")[(len(whole) - 1) // 2])
 
 
-def _shown(lowered: LoweredPlan, timeline: Timeline) -> dict[int, float]:
-    """Seconds of each message, by its task's identity, in which the simulated device computes nothing."""
-    found: dict[int, float] = {}
-    for segment, times in zip(lowered.program.segments, timeline.segments, strict=True):
-        computes = np.array([task.stream == COMPUTE_STREAM for task in segment.tasks])
-        order = np.argsort(times.starts_s[computes], kind="stable")
-        starts, ends = times.starts_s[computes][order], times.ends_s[computes][order]
-        lengths = np.concatenate(([0.0], np.cumsum(ends - starts)))
+def _exposed(simulated: SimulatedPlan) -> dict[Group, float]:
+    """Part of the time of messages, by their rows, in which the simulated rank of each computes nothing."""
+    work, run = simulated.lowered.work, operator_run(simulated)
+    starts, ends = run.times
+    rank = run.table.stream_rank[run.table.stream]
+    kernels = run.table.label == 0
+    taken: dict[Group, float] = {}
+    shown: dict[Group, float] = {}
+    tasks = list(operator_tasks(simulated, run))
+    for one in range(simulated.lowered.schedule.ranks):
+        mine = np.flatnonzero(kernels & (rank == one))
+        mine = mine[np.argsort(starts[mine], kind="stable")]
+        begin, end = starts[mine], ends[mine]
+        before = np.concatenate(([0.0], np.cumsum(end - begin)))
 
         def computed(
-            moment: float, starts: FloatArray = starts, ends: FloatArray = ends, lengths: FloatArray = lengths
+            moment: float, begin: FloatArray = begin, end: FloatArray = end, before: FloatArray = before
         ) -> float:
             """Seconds of computation before a moment."""
-            place = int(np.searchsorted(starts, moment))
-            return float(lengths[place] - max(0.0, ends[place - 1] - moment)) if place else 0.0
+            place = int(np.searchsorted(begin, moment))
+            return float(before[place] - max(0.0, end[place - 1] - moment)) if place else 0.0
 
-        for index in np.flatnonzero(~computes).tolist():
-            begin, end = float(times.starts_s[index]), float(times.ends_s[index])
-            found[id(segment.tasks[index])] = end - begin - (computed(end) - computed(begin))
-    return found
+        for operator, numbers in tasks:
+            length = float(ends[operator] - starts[operator])
+            messages = [n for n in numbers if work.tasks[n].collective is not None]
+            if rank[operator] != one or kernels[operator] or not length or not messages:
+                continue
+            hidden = computed(float(ends[operator])) - computed(float(starts[operator]))
+            for number in messages:
+                group, part = _group(work.tasks[number]), length / len(messages)
+                taken[group] = taken.get(group, 0.0) + part
+                shown[group] = shown.get(group, 0.0) + part * (1.0 - hidden / length)
+    return {group: shown[group] / seconds for group, seconds in taken.items()}
 
 
 # Errors
@@ -288,7 +299,7 @@ def _work_rows(ranks: Sequence[RankTimes], seconds: Mapping[int, float]) -> Iter
 
 
 def _message_rows(
-    lowered: LoweredPlan | LoweredStages, ranks: Sequence[RankTimes], seconds: Mapping[int, float]
+    lowered: LoweredStages, ranks: Sequence[RankTimes], seconds: Mapping[int, float]
 ) -> Iterator[MessageRow]:
     sizes = {axis.name: axis.size for axis in lowered.mesh.axes} | {a.name: a.size for a in tie_axes(lowered)}
     found: dict[tuple[str, str, float], _Samples] = {}

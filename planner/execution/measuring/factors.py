@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from planner.lowering.instructions import BeginUpdate, LoweredPlan, LoweredStages, Update
+from planner.lowering.instructions import BeginUpdate, LoweredStages, Update
 from planner.plans.plan import Plan
 from simulator.errors import UnsupportedError
 
 
-def gradient_factors(lowered: LoweredPlan | LoweredStages) -> dict[str, float]:
+def gradient_factors(lowered: LoweredStages) -> dict[str, float]:
     """Factor of each trained parameter by its name; 1 for gradients of the mean loss of the whole batch."""
-    if isinstance(lowered, LoweredPlan):
-        stored, updates = lowered.parameters, lowered.instructions[-1]
-    else:
-        stored = tuple(entry for rank in lowered.ranks for entry in rank.parameters)
-        updates = tuple(one for rank in lowered.ranks for one in rank.update)
+    stored = tuple(entry for rank in lowered.ranks for entry in rank.parameters)
+    updates = tuple(one for rank in lowered.ranks for one in rank.update)
     names = {entry.value: entry.name for entry in stored}
     return {
         names[one.parameter]: lowered.micro_batches / one.divisor

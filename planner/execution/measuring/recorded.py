@@ -18,7 +18,6 @@ from planner.lowering.instructions import (
     BeginUpdate,
     Communicate,
     Instruction,
-    LoweredPlan,
     LoweredStages,
     Update,
 )
@@ -77,7 +76,7 @@ class RankTimes:
         return replace(self, **{name: getattr(self, name)[kept] for name in names})
 
 
-def rank_times(plan: Plan, lowered: LoweredPlan | LoweredStages, records: Sequence[RankRecord]) -> list[RankTimes]:
+def rank_times(plan: Plan, lowered: LoweredStages, records: Sequence[RankRecord]) -> list[RankTimes]:
     """The times of all ranks; in a message a rank waits until the last of its group has come."""
     records = aligned(records)
     found = [_own_times(rank_entries(plan, lowered, rank), record) for rank, record in enumerate(records)]
@@ -134,24 +133,22 @@ def _arrivals(times: RankTimes, record: RankRecord, axis: int) -> tuple[IntArray
     return events[order], begun[order]
 
 
-def _groups(lowered: LoweredPlan | LoweredStages) -> Iterator[tuple[int, list[int]]]:
+def _groups(lowered: LoweredStages) -> Iterator[tuple[int, list[int]]]:
     """Every group of every mesh axis, on all stages, and of every set of stages that share parameters."""
-    stages = 1 if isinstance(lowered, LoweredPlan) else lowered.schedule.ranks
-    stride = 0 if isinstance(lowered, LoweredPlan) else lowered.pipeline_stride
+    stages, stride = lowered.schedule.ranks, lowered.pipeline_stride
     for axis in range(len(lowered.mesh.axes)):
         for members in lowered.mesh.groups(axis):
             for stage in range(stages):
                 yield axis, [rank + stage * stride for rank in members]
-    if isinstance(lowered, LoweredStages):
-        for tie, holders in enumerate(lowered.ranks[0].ties, len(lowered.mesh.axes)):
-            for rank in lowered.mesh.ranks():
-                yield tie, [rank + stage * stride for stage in holders]
+    for tie, holders in enumerate(lowered.ranks[0].ties, len(lowered.mesh.axes)):
+        for rank in lowered.mesh.ranks():
+            yield tie, [rank + stage * stride for stage in holders]
 
 
 # Instructions and tasks
 
 
-def rank_entries(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int) -> list[Entry]:
+def rank_entries(plan: Plan, lowered: LoweredStages, rank: int) -> list[Entry]:
     """The tasks of `planner.execution.measuring.clocks.catalogue`, in its order."""
     known = {id(instruction): task for instruction, task, _ in timed_instructions(lowered, rank)}
     found = []
@@ -161,7 +158,7 @@ def rank_entries(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int) ->
     return found
 
 
-def quiet_tasks(lowered: LoweredPlan | LoweredStages, rank: int) -> list[tuple[Task, int]]:
+def quiet_tasks(lowered: LoweredStages, rank: int) -> list[tuple[Task, int]]:
     """Tasks that another instruction runs, such as sums inside operators, and how often a step has each."""
     return [
         (task, times)
@@ -170,13 +167,8 @@ def quiet_tasks(lowered: LoweredPlan | LoweredStages, rank: int) -> list[tuple[T
     ]
 
 
-def timed_instructions(lowered: LoweredPlan | LoweredStages, rank: int) -> Iterator[tuple[Instruction, Task, int]]:
+def timed_instructions(lowered: LoweredStages, rank: int) -> Iterator[tuple[Instruction, Task, int]]:
     """Every instruction with its task and how often a step runs it."""
-    if isinstance(lowered, LoweredPlan):
-        for segment, instructions in zip(lowered.program.segments, lowered.instructions, strict=True):
-            for instruction, task in zip(instructions, segment.tasks, strict=True):
-                yield instruction, task, segment.count
-        return
     schedule, place = lowered.schedule, lowered.pipeline_rank(rank)
     variants = action_variants(schedule)
     runs: dict[tuple[int, ActionKind, int], int] = {}
@@ -191,7 +183,7 @@ def timed_instructions(lowered: LoweredPlan | LoweredStages, rank: int) -> Itera
 
 
 def update_payload(lowered: LoweredStages, rank: int, message: Communicate) -> float:
-    """Bytes of a message at the end of a pipeline's step: of gradients, of sums over whole parameters, or of a flag."""
+    """Bytes of a message at the end of a step: of gradients, of sums over whole parameters, or of a flag."""
     if message.sources[0].startswith(FLAG):
         return float(FLAG_BYTES)
     nodes = {node.name: node for node in lowered.graph.nodes}
@@ -206,11 +198,10 @@ def update_payload(lowered: LoweredStages, rank: int, message: Communicate) -> f
     return total
 
 
-def _update_task(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int, instruction: Instruction) -> Task:
-    """What an instruction at the end of a pipeline's step is timed as."""
+def _update_task(plan: Plan, lowered: LoweredStages, rank: int, instruction: Instruction) -> Task:
+    """What an instruction at the end of a step is timed as."""
     mesh = lowered.mesh
     if isinstance(instruction, Communicate):
-        assert isinstance(lowered, LoweredStages)
         axes: list[MeshAxis | ProgramAxis] = [*mesh.axes, *tie_axes(lowered)]
         payload = update_payload(lowered, rank, instruction)
         return Task(
@@ -225,7 +216,6 @@ def _update_task(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int, in
     if not isinstance(instruction, Update | BeginUpdate):
         kernel = Kernel.ACCUMULATION if isinstance(instruction, Accumulate) else Kernel.COPY
         return Task(name="gradients of stages", phase=Phase.UPDATE, stream=COMPUTE_STREAM, kernel=kernel)
-    assert isinstance(lowered, LoweredStages)
     stored = lowered.ranks[lowered.pipeline_rank(rank)].parameters
     entry = next(one for one in stored if one.name == instruction.parameter)
     node = next(node for node in lowered.graph.nodes if node.name == entry.value)

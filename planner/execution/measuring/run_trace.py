@@ -1,7 +1,7 @@
 """One trace of a step as predicted and as recorded, side by side, for Perfetto and Chrome.
 
-The prediction is drawn as `simulator.trace` and `simulator.pipeline_trace` draw it; below it stands one process for
-each rank with what its clocks showed.
+The prediction is drawn as `simulator.pipeline_trace` draws it; below it stands one process for each rank with what its
+clocks showed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from planner.execution.machine import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE
 from planner.execution.measuring.comparing import middle_step
 from planner.execution.measuring.recorded import RankTimes
-from planner.graph.operator_graph import OperatorGraph
-from planner.lowering.instructions import LoweredPlan, LoweredStages
+from planner.planning.prediction import SimulatedPlan, write_trace
 from planner.plans.plan import Plan
-from simulator.hardware import Hardware
-from simulator.timeline import Timeline
 from simulator.whole_file import write_whole
 
 MEASURED = 100_000
@@ -33,21 +30,17 @@ THREADS = ("compute", "communication", "between stages")
 def write_run_trace(
     path: str | Path,
     plan: Plan,
-    lowered: LoweredPlan | LoweredStages,
-    graph: OperatorGraph,
-    hardware: Hardware,
-    timeline: Timeline | None,
+    simulated: SimulatedPlan,
     ranks: Sequence[RankTimes],
 ) -> Path:
     """Write the predicted step and the recorded one of median length, whole or not at all.
 
     Parameters
     ----------
-    graph : the network, folded, as the prediction of a pipeline takes it
-    timeline : the simulated step of a plan on one stage
+    simulated : the predicted step
     ranks : what `planner.execution.measuring.recorded.rank_times` found
     """
-    document = _predicted(plan, lowered, graph, hardware, timeline)
+    document = _predicted(plan, simulated)
     step = middle_step(ranks)
     for event in document["traceEvents"]:
         if event["ph"] == "M" and event["name"] == "process_name":
@@ -64,25 +57,10 @@ def write_run_trace(
     return write_whole(path, json.dumps(document, separators=(",", ":")) + "\n")
 
 
-def _predicted(
-    plan: Plan,
-    lowered: LoweredPlan | LoweredStages,
-    graph: OperatorGraph,
-    hardware: Hardware,
-    timeline: Timeline | None,
-) -> dict[str, Any]:
+def _predicted(plan: Plan, simulated: SimulatedPlan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         path = Path(folder) / "predicted.json"
-        if isinstance(lowered, LoweredPlan):
-            from simulator.trace import write_trace
-
-            assert timeline is not None  # plans on one stage are simulated in one
-            write_trace(timeline, lowered.program, path, hardware=hardware)
-        else:
-            from planner.planning.pipeline_prediction import predict_pipeline
-            from planner.planning.pipeline_prediction import write_trace as write_stages
-
-            write_stages(predict_pipeline(plan, graph, hardware), plan, path)
+        write_trace(simulated, plan, path)
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return document
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau
 
-from planner.execution.run import ExecuteOptions, ExecutionReport, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import ExecutionReport, execute_plan
 from planner.graph.cache import code_digest
 from planner.plans.alternatives import alternative_files
 from planner.plans.file import plan_to_text, read_plan

@@ -17,13 +17,13 @@ from planner.cost.software import machine_of
 from planner.execution.groups import Groups, members
 from planner.execution.memory import free_memory
 from planner.execution.virtual.ranks import VirtualJob, run_rank
-from planner.execution.virtual.script import messages, one_stage_script, pipeline_scripts
+from planner.execution.virtual.script import messages, rank_scripts
 from planner.lowering.checked import checked_graph
-from planner.lowering.instructions import LoweredPlan, LoweredStages
-from planner.lowering.pipeline import lower_pipeline
-from planner.planning.goodput import slow_cluster, straggle
+from planner.lowering.instructions import LoweredStages
+from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.planning.loading import lower_to_run
 from planner.planning.prediction import predict_plan
+from planner.planning.stragglers import slow_cluster, straggle
 from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.errors import InfeasibleError, InputError
@@ -100,19 +100,20 @@ def run_virtual(plan: Plan, options: VirtualOptions) -> VirtualReport:
     lowered = lower_to_run(plan, plan.network)
     graph = checked_graph(plan)
     calm = predict_plan(plan, graph, hardware).step_time_s
-    given = {"slow_ranks": options.slow_ranks, "slowdown": options.slowdown, "slow_links": links, "seed": options.seed}
-    if isinstance(lowered, LoweredPlan):
-        predicted = straggle(lowered, hardware, **given)  # type: ignore[arg-type]
-        scripts = [one_stage_script(plan, lowered, hardware, slow)]
-    else:
-        from planner.planning.pipeline_stragglers import straggle_pipeline
 
-        def lower(cluster: Hardware) -> object:
-            return lower_pipeline(plan, graph, cluster)
+    def lower(cluster: Hardware) -> LoweredPipeline:
+        return lower_pipeline(plan, graph, cluster)
 
-        predicted = straggle_pipeline(plan, hardware, lower, **given)  # type: ignore[arg-type]
-        timed, slow_timed = (lower_pipeline(plan, graph, one) for one in (hardware, slow))
-        scripts = pipeline_scripts(plan, lowered, timed, slow_timed, hardware, slow)
+    predicted = straggle(
+        plan,
+        hardware,
+        lower,
+        slow_ranks=options.slow_ranks,
+        slowdown=options.slowdown,
+        slow_links=links,
+        seed=options.seed,
+    )
+    scripts = rank_scripts(plan, lowered, lower(hardware), lower(slow), hardware, slow)
     spread = hardware.reliability.compute_spread
     factors = compute_factors(
         plan.devices, seed=options.seed, slow_ranks=options.slow_ranks, slowdown=options.slowdown, spread=spread
@@ -120,7 +121,7 @@ def run_virtual(plan: Plan, options: VirtualOptions) -> VirtualReport:
     job = VirtualJob(
         scripts=scripts,
         groups=_meeting(lowered),
-        pipeline_stride=0 if isinstance(lowered, LoweredPlan) else lowered.pipeline_stride,
+        pipeline_stride=lowered.pipeline_stride,
         factors=factors.tolist(),
         link_ranks=frozenset(predicted.link_ranks.values()) if predicted.link_ranks else None,
         slow=bool(links),
@@ -150,7 +151,7 @@ def run_virtual(plan: Plan, options: VirtualOptions) -> VirtualReport:
     )
 
 
-def _meeting(lowered: LoweredPlan | LoweredStages) -> list[Groups]:
+def _meeting(lowered: LoweredStages) -> list[Groups]:
     """Groups of ranks that meet; none of an axis of one rank, on which there are no messages."""
     return [groups if len(groups[0]) > 1 else () for groups in members(lowered)]
 

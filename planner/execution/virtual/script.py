@@ -11,14 +11,12 @@ from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import (
     Communicate,
     Instruction,
-    LoweredPlan,
     LoweredStages,
     read_values,
     written_values,
 )
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.plans.plan import Plan
-from simulator.caches import for_program
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import PLAIN, action_variants
 from simulator.program import Collective, Program, ProgramAxis, Segment, Task
@@ -125,11 +123,9 @@ Times = Mapping[int, tuple[float, float]]
 """Seconds of each task, by its identity, and those where links are slow."""
 
 
-def predicted_times(
-    plan: Plan, lowered: LoweredPlan | LoweredStages, tasks: Sequence[Task], hardware: Hardware
-) -> list[float]:
+def predicted_times(plan: Plan, lowered: LoweredStages, tasks: Sequence[Task], hardware: Hardware) -> list[float]:
     """Seconds of each task in a job of the plan's size; nothing of messages that the simulator does not time."""
-    hardware, computing = _as_simulated(plan, lowered, hardware)
+    hardware, computing = _as_simulated(plan, hardware)
     mesh = lowered.mesh
     axes = [ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)]
     program = Program(
@@ -142,22 +138,16 @@ def predicted_times(
     return [next(found) if task.collective is None or task.axis else 0.0 for task in tasks]
 
 
-def _as_simulated(
-    plan: Plan, lowered: LoweredPlan | LoweredStages, hardware: Hardware
-) -> tuple[Hardware, float | None]:
+def _as_simulated(plan: Plan, hardware: Hardware) -> tuple[Hardware, float | None]:
     """The hardware and the number of computing ranks with which the simulation of the plan times its kernels."""
-    if isinstance(lowered, LoweredPlan):
-        return for_program(hardware, lowered.program), None
     if hardware.caches is None and len(hardware.slowdown_table) == 1:
         return hardware, None
     found = lower_pipeline(plan, checked_graph(plan), hardware)
     return found.hardware, found.computing
 
 
-def tie_axes(lowered: LoweredPlan | LoweredStages) -> tuple[ProgramAxis, ...]:
+def tie_axes(lowered: LoweredStages) -> tuple[ProgramAxis, ...]:
     """The groups of stages that share parameters, in the order of `RankInstructions.ties`, as axes."""
-    if isinstance(lowered, LoweredPlan):
-        return ()
     return tuple(
         ProgramAxis(
             name=f"stages {', '.join(map(str, members))}",
@@ -168,20 +158,7 @@ def tie_axes(lowered: LoweredPlan | LoweredStages) -> tuple[ProgramAxis, ...]:
     )
 
 
-def one_stage_script(plan: Plan, lowered: LoweredPlan, hardware: Hardware, slow: Hardware) -> list[Deed]:
-    """The step of every rank of a plan on one stage."""
-    tasks = [task for segment in lowered.program.segments for task in segment.tasks]
-    times = _both(plan, lowered, tasks, hardware, slow)
-    writer = _Writer(overlaps=hardware.overlaps_communication)
-    for segment, instructions in zip(lowered.program.segments, lowered.instructions, strict=True):
-        for _ in range(segment.count):
-            releases = [task.releases for task in segment.tasks]
-            _run(writer, lowered, instructions, segment.tasks, releases, times)
-            writer.drain()
-    return writer.deeds
-
-
-def pipeline_scripts(
+def rank_scripts(
     plan: Plan, lowered: LoweredStages, timed: LoweredPipeline, slow_timed: LoweredPipeline, hardware: Hardware,
     slow: Hardware,
 ) -> list[list[Deed]]:  # fmt: skip
@@ -196,16 +173,14 @@ def pipeline_scripts(
     return [_rank_script(lowered, timed, slow_timed, times, rank, hardware) for rank in range(lowered.schedule.ranks)]
 
 
-def _both(
-    plan: Plan, lowered: LoweredPlan | LoweredStages, tasks: Sequence[Task], hardware: Hardware, slow: Hardware
-) -> Times:
+def _both(plan: Plan, lowered: LoweredStages, tasks: Sequence[Task], hardware: Hardware, slow: Hardware) -> Times:
     pairs = zip(*(predicted_times(plan, lowered, tasks, one) for one in (hardware, slow)), strict=True)
     return {id(task): pair for task, pair in zip(tasks, pairs, strict=True)}
 
 
 def _run(
     writer: _Writer,
-    lowered: LoweredPlan | LoweredStages,
+    lowered: LoweredStages,
     instructions: Sequence[Instruction],
     tasks: Sequence[Task],
     releases: Sequence[Sequence[str]],

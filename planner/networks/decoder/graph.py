@@ -11,7 +11,7 @@ from planner.networks.decoder.layers import cross_entropy
 from planner.networks.decoder.tape import Dims, Tape, Value
 
 if TYPE_CHECKING:
-    from planner.networks.network import InputSpec
+    from planner.networks.inputs import InputSpec
 
 
 class Decoder(Protocol):

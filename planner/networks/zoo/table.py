@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from planner.networks.network import Family, InputSpec
+from planner.networks.inputs import InputSpec
+from planner.networks.network import Family
 from planner.networks.zoo.configs import (
     CAPACITY,
     BertConfig,

@@ -23,7 +23,7 @@ from planner.cost.software import (
 from planner.cost.software_file import shipped_software
 from planner.cost.stacks import factors_of
 from planner.execution.launch.starting import check_options
-from planner.execution.run import ExecuteOptions
+from planner.execution.options import ExecuteOptions
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.checked import checked_graph, lower
 from planner.planning.analytic import differing_term

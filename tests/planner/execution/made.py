@@ -7,7 +7,8 @@ from typing import Any
 
 from planner.execution.job import Job
 from planner.execution.optimizers import hyperparameters
-from planner.execution.run import ExecuteOptions, ExecutionReport, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import ExecutionReport, execute_plan
 from planner.planning.loading import lower_to_run
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.plan import Plan

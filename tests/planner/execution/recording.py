@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.execution import reference, stages, worker
+from planner.execution import interpreter, reference, worker
 from planner.execution.checkpoints.checkpoint import Place
 from planner.execution.job import Job
 from planner.execution.measuring.recorded import rank_entries
@@ -22,7 +22,7 @@ from planner.execution.optimizers import ElementStep, SummedStep
 from planner.execution.run import losses_of
 from planner.execution.step_end import places
 from planner.execution.virtual.script import tie_axes
-from planner.lowering.instructions import LoweredPlan, LoweredStages
+from planner.lowering.instructions import LoweredStages
 from planner.networks import load_network
 from planner.plans.plan import Plan
 from simulator.pipeline_operators import PLAIN, action_variants
@@ -35,14 +35,8 @@ CROSSING = "pipeline"
 """In place of the axis of what goes from stage to stage."""
 
 
-def planned_messages(lowered: LoweredPlan) -> list[Sent]:
-    """The messages of a step, as they are timed."""
-    tasks = [task for segment in lowered.program.segments for _ in range(segment.count) for task in segment.tasks]
-    return list(_collectives(tasks))
-
-
-def planned_stage_messages(plan: Plan, lowered: LoweredStages, rank: int) -> list[Sent]:
-    """The messages of a step of one rank of a pipeline: those of its passes as they are timed, and what crosses."""
+def planned_messages(plan: Plan, lowered: LoweredStages, rank: int) -> list[Sent]:
+    """The messages of a step of one rank: those of its passes as they are timed, and what crosses between stages."""
     schedule, place = lowered.schedule, lowered.pipeline_rank(rank)
     variants, found = action_variants(schedule), []
     for i in range(int(schedule.offsets[place]), int(schedule.offsets[place + 1])):
@@ -69,13 +63,6 @@ def _collectives(tasks: Any) -> Iterator[Sent]:
             yield str(task.collective), task.axis, task.payload_bytes
 
 
-def expected_messages(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int) -> list[Sent]:
-    """The messages of a step of one rank, as they are timed."""
-    if isinstance(lowered, LoweredPlan):
-        return planned_messages(lowered)
-    return planned_stage_messages(plan, lowered, rank)
-
-
 def record(job: Job) -> list[list[Sent]]:
     """Train as one rank and return the messages of each step."""
     with messages_of(job) as steps:
@@ -88,8 +75,7 @@ def messages_of(job: Job) -> Iterator[list[list[Sent]]]:
     """Note the messages of each step of a job that is trained inside."""
     steps: list[list[Sent]] = []
     axes: dict[tuple[int, ...] | None, str] = {None: CROSSING}
-    which = worker.StageInterpreter if isinstance(job.lowered, LoweredStages) else worker.Interpreter
-    run_step = which.run_step
+    run_step = worker.Interpreter.run_step
 
     def recorded_step(self: Any, feed: Any) -> Any:
         steps.append([])
@@ -98,14 +84,14 @@ def messages_of(job: Job) -> Iterator[list[list[Sent]]]:
 
     make = worker._groups
 
-    def groups(lowered: LoweredPlan | LoweredStages, *arguments: Any) -> Any:
+    def groups(lowered: LoweredStages, *arguments: Any) -> Any:
         found = make(lowered, *arguments)
         for group, axis in zip(found, (*lowered.mesh.axes, *tie_axes(lowered)), strict=True):
             if group is not None:
                 axes.setdefault(_members(group), axis.name)
         return found
 
-    with patch.object(which, "run_step", recorded_step), patch.object(worker, "_groups", groups):
+    with patch.object(worker.Interpreter, "run_step", recorded_step), patch.object(worker, "_groups", groups):
         yield steps
 
 
@@ -151,7 +137,7 @@ def _seen(note: Callable[[str, float, Any], None]) -> Iterator[None]:
     calls = {kind: watched(kind, places[kind]) for kind in names}
     # Rings send by `isend` as well, inside of batches.
     between_stages = SimpleNamespace(**{**vars(dist), "isend": crossing})
-    with patch.multiple(dist, batch_isend_irecv=around, **calls), patch.object(stages, "dist", between_stages):
+    with patch.multiple(dist, batch_isend_irecv=around, **calls), patch.object(interpreter, "dist", between_stages):
         yield
 
 

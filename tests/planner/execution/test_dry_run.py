@@ -9,7 +9,8 @@ from torch.distributed.pipelining.schedules import _Action
 
 from planner.execution.launch.dry_run import rank_line
 from planner.execution.measuring.recorded import rank_entries
-from planner.execution.run import ExecuteOptions, rehearse
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import rehearse
 from planner.lowering.instructions import BeginUpdate, Communicate
 from planner.planning.loading import lower_to_run
 from planner.plans.file import write_plan

@@ -8,7 +8,8 @@ import torch
 
 from planner.execution.launch.starting import _best_device
 from planner.execution.memory import least_free_memory
-from planner.execution.run import ExecuteOptions, execute, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute, execute_plan
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import write_plan
 from simulator.errors import ExecutionError, InfeasibleError, InputError, StrategyError

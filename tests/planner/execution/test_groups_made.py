@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from planner.execution.worker import _groups
-from planner.lowering.checked import lower
+from planner.lowering.checked import checked_graph
+from planner.lowering.stages import lower_stages
 from tests.planner.lowering.plans import one_stage
 
 
@@ -22,7 +23,8 @@ def test_axes_that_join_the_same_ranks_share_their_groups(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    lowered = lower(one_stage(axes=(("expert", 1), ("data", 2), ("tensor", 1)), micro_batches=1, micro_batch=1))
+    plan = one_stage(axes=(("expert", 1), ("data", 2), ("tensor", 1)), micro_batches=1, micro_batch=1)
+    lowered = lower_stages(plan, checked_graph(plan))
     expert, data, tensor = _groups(lowered, timedelta(seconds=1))
     assert expert is tensor is not data
     assert sorted(made) == [(0,), (0, 1), (1,)]

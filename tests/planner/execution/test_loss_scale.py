@@ -12,12 +12,13 @@ from torch import Tensor
 
 from planner.execution import loss_scaling
 from planner.execution.checkpoints.record import read_record
-from planner.execution.interpreter import Interpreter
+from planner.execution.interpreter import Interpreter, Neighbours
 from planner.execution.loss_scaling import LARGEST_SCALE, LossScale, first_scale
 from planner.execution.machine import Held, RankContext
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.execution.verification import TOLERANCES
-from planner.lowering.instructions import CheckGradients, Communicate, LoweredPlan, LoweredStages, SettleScale, Update
+from planner.lowering.instructions import CheckGradients, Communicate, SettleScale, Update
 from planner.networks import load_network
 from planner.planning.loading import lower_to_run
 from simulator.errors import ExecutionError
@@ -33,17 +34,16 @@ def narrow_interpreter(precision: str, scale: LossScale, update: Callable[[str, 
     """One process that trains a network of two layers; returns what runs a step."""
     plan = make_plan(place("gpt"), 1, batch=4)
     lowered = lower_to_run(plan, "plan.json", precision=precision)
-    assert isinstance(lowered, LoweredPlan)
     module = load_network(plan.network).build(0)
     dtype = getattr(torch, lowered.graph.nodes[lowered.graph.parameters[0].node].outputs[0].dtype)
     whole = {key: value.detach().to(dtype) for key, value in module.named_parameters(remove_duplicate=False)}
-    names = [entry.name for entry in lowered.parameters]
+    names = [entry.name for entry in lowered.ranks[0].parameters]
     held = Held(
         parameters={key: whole[key].clone() for key in names}, optimizers={key: partial(update, key) for key in names}
     )
     rank = RankContext(coordinates=(), groups=(), device=torch.device("cpu"), scale=scale)
     tokens = torch.arange(plan.micro_batch * LENGTH).view(-1, LENGTH) * 7 % VOCABULARY
-    interpreter = Interpreter(lowered, rank, held)
+    interpreter = Interpreter(lowered, rank, Neighbours(rank=0, rank_of=(0,), groups={}), held)
     return lambda: interpreter.run_step(lambda micro_batch: [tokens, tokens.roll(micro_batch + 1, 1)])
 
 
@@ -104,8 +104,7 @@ def test_the_scale_follows_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_precisions_are_not_scaled() -> None:
     assert {first_scale(dtype, 64.0).value for dtype in (torch.bfloat16, torch.float32, torch.float64)} == {1.0}
     lowered = lower_to_run(make_plan("zoo:mlp", 2, batch=16, dp=2), "plan.json", precision="bf16")
-    assert isinstance(lowered, LoweredPlan)
-    assert not any(isinstance(one, CheckGradients) for one in lowered.instructions[-1])
+    assert not any(isinstance(one, CheckGradients) for one in lowered.ranks[0].update)
 
 
 @pytest.mark.slow
@@ -113,8 +112,7 @@ def test_other_precisions_are_not_scaled() -> None:
 def test_ranks_agree_before_any_update(pins: dict[str, int]) -> None:
     plan = make_plan(place("gpt"), 4, batch=8, micro_batch=2, precision="fp16", **pins)
     lowered = lower_to_run(plan, "plan.json", precision="fp16")
-    staged = isinstance(lowered, LoweredStages)
-    for given in [one.update for one in lowered.ranks] if isinstance(lowered, LoweredStages) else lowered.instructions:
+    for given in [one.update for one in lowered.ranks]:
         kinds = [type(one) for one in given]
         if SettleScale not in kinds:
             continue
@@ -123,7 +121,7 @@ def test_ranks_agree_before_any_update(pins: dict[str, int]) -> None:
         axes = {one.axis for one in given[check:settle] if isinstance(one, Communicate)}
         several = {number for number, axis in enumerate(lowered.mesh.axes) if axis.size > 1}
         assert axes - {len(lowered.mesh.axes), len(lowered.mesh.axes) + 1} == several
-        assert len(axes) == len(several) + staged, "and all stages"
+        assert len(axes) == len(several) + (plan.pipeline > 1), "and all stages"
         checked = given[check]
         assert isinstance(checked, CheckGradients)
         updated = {one.gradient for one in given if isinstance(one, Update)}

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from planner.execution.launch.dry_run import rank_line
-from planner.lowering.instructions import LoweredPlan, LoweredStages
 from simulator.calibration.launch import run_workers
 from tests.planner.execution.made import make_job, make_plan
-from tests.planner.execution.recording import planned_messages, planned_stage_messages, record
+from tests.planner.execution.recording import planned_messages, record
 from tests.planner.execution.small import place
 
 slow = pytest.mark.slow
@@ -35,11 +34,11 @@ CASES = [
 def test_what_is_sent_is_what_is_timed(
     network: str, devices: int, batch: int, pins: dict[str, Any], kinds: set[str]
 ) -> None:
-    job = make_job(make_plan(network, devices, batch=batch, **pins), steps=2)
-    assert isinstance(job.lowered, LoweredPlan)
-    expected = planned_messages(job.lowered)
-    assert kinds <= {kind for kind, *_ in expected}
-    for steps in run_workers(record, (job,), devices):
+    plan = make_plan(network, devices, batch=batch, **pins)
+    job = make_job(plan, steps=2)
+    for rank, steps in enumerate(run_workers(record, (job,), devices)):
+        expected = planned_messages(plan, job.lowered, rank)
+        assert kinds <= {kind for kind, *_ in expected}
         assert steps == [expected, expected]
 
 
@@ -57,9 +56,8 @@ def test_what_is_sent_is_what_is_timed(
 def test_what_ranks_of_stages_send_is_what_is_timed(pins: dict[str, Any], kinds: set[str]) -> None:
     plan = make_plan(place("gpt"), 4, batch=8, **pins)
     job = make_job(plan, steps=2)
-    assert isinstance(job.lowered, LoweredStages)
     for rank, steps in enumerate(run_workers(record, (job,), 4)):
-        expected = planned_stage_messages(plan, job.lowered, rank)
+        expected = planned_messages(plan, job.lowered, rank)
         assert kinds | {"send"} <= {kind for kind, *_ in expected}
         assert steps == [expected, expected]
         told = Counter[str]()

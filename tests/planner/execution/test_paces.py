@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from planner.execution import paces
+from planner.execution.options import ExecuteOptions
 from planner.execution.paces import MOST_SPANS, PacedSteps
-from planner.execution.run import ExecuteOptions, execute
+from planner.execution.run import execute
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import write_plan
 from simulator.profiles import write_profile

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from planner.execution.measuring.shoot_out import SUFFIX, Outcome, order_figures, shoot_out
-from planner.execution.run import ExecuteOptions
+from planner.execution.options import ExecuteOptions
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.alternatives import alternative_file, write_alternatives
 from planner.plans.file import write_plan

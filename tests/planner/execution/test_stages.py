@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import PassInstructions, read_values, written_values
 from planner.lowering.pipeline import lower_pipeline
@@ -38,7 +39,7 @@ def make(
     storage = "sharded" if changes.get("optimizer_sharding") else "replicated"
     plan = one_stage(axes=tuple(axes.items()), micro_batches=4, micro_batch=1, storage=storage)
     plan = replace(recomputing(plan, graph, mode) if mode != "none" else plan, **changes)
-    return pipelined(plan, graph, ranks, schedule, **shape)
+    return plan if ranks == 1 else pipelined(plan, graph, ranks, schedule, **shape)
 
 
 @pytest.mark.parametrize(("axes", "ranks", "schedule", "shape", "mode", "changes"), CASES)
@@ -53,24 +54,27 @@ def test_losses_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("axes", "schedule", "shape", "mode", "changes"),
+    ("axes", "ranks", "schedule", "shape", "mode", "changes"),
     [
-        ({"data": 2, "tensor": 2}, "1f1b", {}, "selective", {"optimizer_sharding": "zero1"}),
-        ({"data": 2}, "zbv", {"virtual": 2}, "full", {"optimizer_sharding": "zero3"}),
-        ({"data": 2}, "interleaved_1f1b", {"virtual": 2}, "none", {"optimizer_sharding": "zero2"}),
+        ({"data": 2, "tensor": 2}, 2, "1f1b", {}, "selective", {"optimizer_sharding": "zero1"}),
+        ({"data": 2}, 2, "zbv", {"virtual": 2}, "full", {"optimizer_sharding": "zero3"}),
+        ({"data": 2}, 2, "interleaved_1f1b", {"virtual": 2}, "none", {"optimizer_sharding": "zero2"}),
+        ({"data": 2, "tensor": 2}, 1, "none", {}, "selective", {"optimizer_sharding": "zero1"}),
+        ({"data": 2}, 1, "none", {}, "none", {"optimizer_sharding": "zero2"}),
+        ({"data": 2}, 1, "none", {}, "full", {"optimizer_sharding": "zero3"}),
     ],
 )
 def test_the_messages_that_run_are_those_that_are_timed(
-    axes: dict[str, int], schedule: str, shape: dict[str, Any], mode: str, changes: dict[str, Any]
+    axes: dict[str, int], ranks: int, schedule: str, shape: dict[str, Any], mode: str, changes: dict[str, Any]
 ) -> None:
     """Kind, axis and bytes of every collective of every pass, in order."""
-    plan = make(axes, 2, schedule, shape, mode, changes)
+    plan = make(axes, ranks, schedule, shape, mode, changes)
     graph = checked_graph(plan, captured("gpt2-tiny"))
     timed = lower_pipeline(plan, graph, load_profile("dgx-a100"))
     executed = lower_stages(plan, graph)
     for stage, instructions in enumerate(executed.stages):
         for key, one in instructions.passes.items():
-            tasks = [timed.work.tasks[number] for number in timed.work.passes[stage][key]]
+            tasks = [timed.work.tasks[number] for number in timed.work.passes[stage][key].numbers]
             collectives = [task for task in tasks if task.collective is not None]
             assert len(tasks) == len(one.instructions)
             assert [_kind(task) for task in collectives] == list(_kinds(one, executed.mesh.axes))

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.graph.chain import chain
 from planner.networks.marks import Swap
 from planner.plans.plan import OffloadRange

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from planner.execution.measuring.recorded import timed_instructions
 from planner.execution.virtual import ranks
 from planner.execution.virtual.devices import VirtualOptions, run_virtual
 from planner.execution.virtual.ranks import VirtualJob, first_stretch
-from planner.execution.virtual.script import Begin, End, Fetch, Post, Work, one_stage_script, pipeline_scripts
+from planner.execution.virtual.script import Begin, End, Fetch, Post, Work, rank_scripts
 from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.loading import lower_to_run
@@ -42,12 +43,12 @@ def test_a_script_holds_all_work_and_all_messages():
     plan = make_plan(4, dp=2, tp=2, micro_batch=4)
     lowered = lower_to_run(plan, "unused")
     hardware = load_profile(HARDWARE)
-    deeds = one_stage_script(plan, lowered, hardware, slow_level(hardware, hardware.levels[0].name, 0.5))
+    slow = slow_level(hardware, hardware.levels[0].name, 0.5)
+    graph = checked_graph(plan)
+    timed, slow_timed = (lower_pipeline(plan, graph, one) for one in (hardware, slow))
+    (deeds,) = rank_scripts(plan, lowered, timed, slow_timed, hardware, slow)
     begun = [deed for deed in deeds if isinstance(deed, Begin)]
-    messages = sum(
-        segment.count * sum(task.collective is not None for task in segment.tasks)
-        for segment in lowered.program.segments
-    )
+    messages = sum(task.collective is not None and times for _, task, times in timed_instructions(lowered, 0))
     assert len(begun) == messages
     assert sorted(deed.number for deed in begun) == sorted(deed.number for deed in deeds if isinstance(deed, End))
     assert all(deed.slow_seconds >= deed.seconds for deed in begun)
@@ -65,7 +66,7 @@ def test_what_one_stage_sends_another_fetches():
     plan = make_plan(2, pp=2, micro_batch=4, schedule="1f1b")
     hardware = load_profile(HARDWARE)
     lowered, timed = lower_to_run(plan, "unused"), lower_pipeline(plan, checked_graph(plan), hardware)
-    scripts = pipeline_scripts(plan, lowered, timed, timed, hardware, hardware)
+    scripts = rank_scripts(plan, lowered, timed, timed, hardware, hardware)
     posts = {(rank, deed.rank, deed.tag) for rank, s in enumerate(scripts) for deed in s if isinstance(deed, Post)}
     fetches = {(deed.rank, rank, deed.tag) for rank, s in enumerate(scripts) for deed in s if isinstance(deed, Fetch)}
     assert posts == fetches

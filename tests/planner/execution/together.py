@@ -29,7 +29,7 @@ from planner.execution.verification import (
     TOLERANCES,
     relative_difference,
 )
-from planner.lowering.checked import checked_graph, lower
+from planner.lowering.checked import checked_graph
 from planner.lowering.stages import lower_stages
 from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
@@ -44,8 +44,8 @@ from tests.planner.execution.combinations import (
 )
 from tests.planner.execution.recording import (
     Sent,
-    expected_messages,
     messages_of,
+    planned_messages,
     record_gradients,
     reference_gradients,
     whole_gradients,
@@ -129,10 +129,8 @@ def _outcome(folder: Path, number: int, devices: int) -> Outcome | None:
 def make_job(chosen: Combination, precision: str = EXACT) -> Job:
     """A combination on numbers at random, with nothing around its steps."""
     plan, graph = plan_of(chosen), shared_tables(chosen).graph
-    folded = checked_graph(plan, graph, precision=precision)
-    lowered = lower(plan, graph, precision=precision) if plan.pipeline == 1 else lower_stages(plan, folded)
     return Job(
-        lowered=lowered,
+        lowered=lower_stages(plan, checked_graph(plan, graph, precision=precision)),
         network=plan.network,
         sequence_length=plan.sequence_length,
         optimizer=plan.optimizer,
@@ -203,7 +201,7 @@ def name_of(chosen: Combination, precision: str) -> str:
 def _other_messages(outcome: Outcome, plan: Plan, job: Job) -> str:
     """Where the messages of a rank are not those that are timed, in kind, group, bytes or order."""
     for rank, steps in enumerate(outcome.messages):
-        planned = expected_messages(plan, job.lowered, rank)
+        planned = planned_messages(plan, job.lowered, rank)
         for sent in steps:
             if sent != planned:
                 place = next((i for i, pair in enumerate(zip(sent, planned, strict=False)) if pair[0] != pair[1]), -1)

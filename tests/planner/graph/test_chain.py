@@ -15,7 +15,7 @@ from planner.graph.chain import Chain, chain
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.networks import load_network
-from planner.networks.network import InputSpec
+from planner.networks.inputs import InputSpec
 from simulator.program import Phase
 from tests.planner.graph.conftest import small_network
 

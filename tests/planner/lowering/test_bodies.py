@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.lowering import bodies, step
+from planner.lowering import bodies
 from planner.lowering.representatives import Representatives, representatives
 from planner.planning.prediction import predict_plan
 from planner.plans.plan import Plan
 from simulator.profiles import load_profile
 from tests.planner.lowering.plans import one_stage, pipelined
-from tests.planner.lowering.test_step import assert_same, whole
 from tests.planner.search.problems import captured
 
 HARDWARE = load_profile("dgx-a100")
@@ -43,20 +42,13 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
 
 def forget() -> None:
-    bodies._step_body.cache_clear()
     bodies._unit_bodies.cache_clear()
 
 
-@pytest.mark.parametrize("level", ["zero1", "zero3"])
-def test_a_step(level: str, lowered: list[Plan]) -> None:
-    for plan in sized(level):
-        assert_same(step.lowered_step(plan, GRAPH), whole(plan, GRAPH))
-    assert len(lowered) == 1
-
-
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("level", ["zero1", "zero2"])
-def test_a_pipeline(level: str, lowered: list[Plan]) -> None:
-    plans = [pipelined(plan, GRAPH, 2, "1f1b") for plan in sized(level)]
+def test_messages_of_any_size_are_of_the_same_passes(level: str, ranks: int, lowered: list[Plan]) -> None:
+    plans = [plan if ranks == 1 else pipelined(plan, GRAPH, ranks, "1f1b") for plan in sized(level)]
     together = [predict_plan(plan, GRAPH, HARDWARE) for plan in plans]
     assert len(lowered) == 1
     for plan, found in zip(plans, together, strict=True):

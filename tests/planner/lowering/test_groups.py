@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.graph.folding import unfold
 from planner.lowering.checked import checked_graph
 from planner.lowering.groups import trained_names
@@ -52,10 +53,10 @@ def timed(plan: Plan) -> list[dict[Any, list[tuple[str, str, str]]]]:
         {
             key: [
                 (str(task.collective), task.axis, task.name)
-                for task in (found.work.tasks[number] for number in numbers)
+                for task in (found.work.tasks[number] for number in ran.numbers)
                 if task.collective is not None and task.name.endswith(" gradients")
             ]
-            for key, numbers in passes.items()
+            for key, ran in passes.items()
         }
         for passes in found.work.passes
     ]

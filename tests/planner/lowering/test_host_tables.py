@@ -13,7 +13,9 @@ import pytest
 from planner.graph.host_tables import LOOKUP, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_precision
+from planner.lowering import bodies, representatives
 from planner.lowering.checked import checked_graph, lower, precision_dtype
+from planner.lowering.copies import UnalikeError
 from planner.lowering.instructions import (
     Communicate,
     Compute,
@@ -187,13 +189,19 @@ def test_memory_falls_by_the_tables_and_the_step_waits_for_the_host(number: int)
 
 
 @pytest.mark.parametrize("network", [WIDE, pytest.param(LLAMA, marks=pytest.mark.slow)])
-def test_equal_layers_are_written_once_and_take_as_long(network: str) -> None:
-    lowered = lowered_of(network, 1)
+def test_equal_layers_are_written_once_and_take_as_long(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned_with(network, 1)
-    found = predict_plan(plan, at_precision(captured(network), precision_dtype(plan.precision)), PROFILE)
-    timeline = fast_engine.simulate(lowered.program, PROFILE)
-    assert found.step_time_s == pytest.approx(timeline.step_time_s, rel=1e-9)
-    assert found.peak_memory_bytes == timeline.peak_memory_bytes
+    graph = at_precision(captured(network), precision_dtype(plan.precision))
+    found = predict_plan(plan, graph, PROFILE)
+
+    def refuse(*_: object) -> None:
+        raise UnalikeError("layers are not alike")
+
+    monkeypatch.setattr(representatives, "_shortened", refuse)
+    bodies._unit_bodies.cache_clear()
+    whole = predict_plan(plan, graph, PROFILE)
+    assert found.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
+    assert found.peak_memory_bytes == whole.peak_memory_bytes
 
 
 def test_host_work_takes_its_bytes_over_the_memory_of_the_host() -> None:

@@ -118,7 +118,7 @@ def test_stages_keep_less_and_run_what_is_timed(schedule: str, swap: Swap) -> No
     for stage, instructions in enumerate(run.stages):
         _follow(instructions.passes, {p.value for p in run.ranks[stage].parameters} | instructions.lasting)
         for key, one in instructions.passes.items():
-            tasks = [timed.work.tasks[number] for number in timed.work.passes[stage][key]]
+            tasks = [timed.work.tasks[number] for number in timed.work.passes[stage][key].numbers]
             copies = [task.bytes_moved for task in tasks if task.axis == HOST]
             assert copies == [task.bytes_moved for task in one.tasks if task.axis == HOST]
 

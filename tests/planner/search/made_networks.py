@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
 from planner.networks.decoder.known import zoo_decoder
-from planner.networks.network import InputSpec, Network
+from planner.networks.inputs import InputSpec
+from planner.networks.network import Network
 from planner.networks.zoo.configs import GPTConfig
 from planner.networks.zoo.table import language_inputs
 

@@ -11,8 +11,10 @@ from torch import nn
 
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
+from planner.lowering.checked import checked_graph
 from planner.networks import load_network
-from planner.planning.planning import PlanRequest, lower, plan_network, predict
+from planner.planning.planning import PlanRequest, plan_network
+from planner.planning.prediction import predict_plan
 from planner.plans.request import SEARCH_MODES
 from planner.search.dynamic_programming import fastest, smallest, solve
 from planner.search.problem.solution import node_rules
@@ -94,9 +96,9 @@ def test_every_mode_plans_such_a_network(mode: str, monkeypatch: pytest.MonkeyPa
     )
     result = plan_network(request, graph=graph)
     for candidate in result.candidates:
-        lowered = lower(candidate.plan, graph)
-        prediction, _ = predict(candidate.plan, lowered, load_profile("dgx-h100"))
-        assert prediction.step_time_s == candidate.prediction.step_time_s
+        whole = checked_graph(candidate.plan, graph)
+        step_time_s = predict_plan(candidate.plan, whole, load_profile("dgx-h100")).step_time_s
+        assert step_time_s == candidate.prediction.step_time_s
         layers = [number for part in candidate.plan.layers for number in range(part.first, part.last + 1)]
         assert layers == list(range(5))
     assert result.candidates

@@ -12,7 +12,8 @@ from torch import nn
 
 import planner
 from planner import AutoParallel, ContextError, Pipeline
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.checked import checked_graph

@@ -9,16 +9,19 @@ import pytest
 
 import planner
 from planner import AutoParallelContext, ContextError, Planned
+from planner.execution.measuring.recorded import timed_instructions
 from planner.graph.scaling import at_precision
-from planner.lowering.checked import lower
+from planner.lowering.checked import checked_graph, lower
 from planner.lowering.instructions import Communicate
-from planner.lowering.step import lowered_step
+from planner.lowering.pipeline import lower_pipeline
+from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.planning import planning
 from planner.planning.planning import PlanResult
 from planner.plans.file import read_plan
 from planner.plans.plan import Plan, Status
 from simulator.errors import InfeasibleError
+from simulator.profiles import load_profile
 from simulator.program import Collective, Task
 
 FAST: dict[str, Any] = {"top": 1, "sensitivity": False}
@@ -32,7 +35,9 @@ def planned(network: str = "zoo:mlp", *, pins: dict[str, str] | None = None, **k
 
 def messages(plan: Plan) -> list[Task]:
     graph = at_precision(load_network(plan.network, sequence_length=plan.sequence_length).capture(), "bfloat16")
-    tasks = [task for segment in lowered_step(plan, graph).segments for task in segment.tasks]
+    found = lower_pipeline(plan, graph, load_profile("dgx-a100"))
+    counts = found.work.counts(found.schedule).astype(int).tolist()
+    tasks = [task for task, count in zip(found.work.tasks, counts, strict=True) for _ in range(count)]
     return [task for task in tasks if task.collective is not None]
 
 
@@ -61,7 +66,9 @@ def test_the_size_of_messages_is_that_of_the_simulated_program() -> None:
         found = planned(**mode, comm_fusion={"allreduce": {"mode": "size", "config": size}}).plan
         assert found.bucket_bytes == size * 2**20
         counts[size] = sum(task.collective is Collective.ALL_REDUCE for task in messages(found))
-        executed = [i for part in lower(found).instructions for i in part if isinstance(i, Communicate)]
+        lowered = lower_stages(found, checked_graph(found))
+        run = [one for one, _, times in timed_instructions(lowered, 0) for _ in range(times)]
+        executed = [one for one in run if isinstance(one, Communicate)]
         assert counts[size] == sum(i.collective is Collective.ALL_REDUCE for i in executed)
     assert counts[1] > counts[64] >= 1
     auto = planned(**mode, comm_fusion={"allreduce": {"mode": "auto"}}).plan

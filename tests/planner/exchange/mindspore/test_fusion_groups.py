@@ -9,18 +9,20 @@ from torch import nn
 
 import planner
 from planner import AutoParallelContext, ContextError
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.graph.chain import chain
-from planner.lowering.checked import checked_graph, lower
+from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import Communicate
+from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
-from planner.lowering.step import lowered_step
 from planner.networks import load_network
 from planner.networks.marks import Marks, marks_of
 from planner.planning.placing import PlacedMarks
 from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.plan import Plan
 from simulator.pipeline_operators import LAST
+from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.schedules import ActionKind
 
@@ -37,10 +39,10 @@ def plan_with(fusion: dict[str, int], devices: int = 4, **pins: str) -> Plan:
 
 def messages(plan: Plan, collective: Collective) -> list[list[str]]:
     """Parameters whose gradients travel in each message, in order."""
+    passes = lower_stages(plan, checked_graph(plan)).stages[0].passes
     return [
         [name.partition(".gradient")[0].partition("/")[0] for name in step.targets]
-        for segment in lower(plan).instructions
-        for step in segment
+        for step in passes[ActionKind.BACKWARD, LAST].instructions
         if isinstance(step, Communicate) and step.collective is collective and "gradient" in step.targets[0]
     ]
 
@@ -64,14 +66,9 @@ def test_groups_travel_together_and_zeros_alone(grouped: Plan) -> None:
 def test_the_program_that_is_timed_has_these_messages(fusion: dict[str, int], count: int) -> None:
     plan = plan_with(fusion)
     assert len(messages(plan, Collective.ALL_REDUCE)) == count
-    timed = lowered_step(plan, checked_graph(plan))
-    sent = [
-        segment.tasks[draft]
-        for segment in timed.segments
-        for draft in segment.which.tolist()
-        if segment.tasks[draft].collective is Collective.ALL_REDUCE and "gradient" in segment.tasks[draft].name
-    ]
-    assert len(sent) == count
+    work = lower_pipeline(plan, checked_graph(plan), load_profile("dgx-a100")).work
+    timed = [work.tasks[number] for number in work.of_pass(ActionKind.BACKWARD, 0, LAST).numbers]
+    assert sum(task.collective is Collective.ALL_REDUCE and "gradient" in task.name for task in timed) == count
 
 
 @pytest.mark.slow

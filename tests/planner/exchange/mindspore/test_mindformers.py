@@ -15,7 +15,8 @@ from planner.cli.app import app
 from planner.cli.config import Configuration, PlanSettings, with_config
 from planner.exchange.mindspore.mindformers import is_mindformers, translate
 from planner.exchange.mindspore.notes import Sizes, check_sizes, sizes_of, used_devices, vocabulary_marks
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.networks import load_network
 from planner.networks.marks import Marks
 from planner.plans.file import read_plan

@@ -13,7 +13,8 @@ from torch import nn
 
 import planner
 from planner import AutoParallel, ContextError
-from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.options import ExecuteOptions
+from planner.execution.run import execute_plan
 from planner.graph.scaling import at_batch
 from planner.lowering.checked import lower
 from planner.networks import load_network

@@ -16,15 +16,15 @@ from torch import Tensor
 
 import planner
 from planner.execution.data.samples import Batches, open_dataset
-from planner.execution.interpreter import Interpreter
+from planner.execution.interpreter import Interpreter, Neighbours
 from planner.execution.job import Job
 from planner.execution.machine import Held, RankContext
 from planner.execution.measuring.factors import gradient_factors
 from planner.execution.optimizers import hyperparameters, make_step
 from planner.execution.reference import run_reference
 from planner.execution.worker import _groups, _loader, _own_tensors
-from planner.lowering.checked import lower
-from planner.lowering.instructions import LoweredPlan
+from planner.lowering.checked import checked_graph, lower
+from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.plans.exchange import Exchange
 from planner.plans.plan import Plan
@@ -77,7 +77,6 @@ def recording(send: Callable[..., Any], name: str, log: list[tuple[str, str, int
 
 
 def run_one(job: Job, spoilt: bool, log: list[tuple[str, str, int]]) -> Ran:
-    assert isinstance(job.lowered, LoweredPlan)
     device, coordinates = torch.device("cpu"), job.lowered.mesh.coordinates(dist.get_rank())
     groups = _groups(job.lowered, timedelta(seconds=120))
     load = _loader(job, coordinates, device)
@@ -88,7 +87,10 @@ def run_one(job: Job, spoilt: bool, log: list[tuple[str, str, int]]) -> Ran:
     updates = {name: make_step(job.optimizer, job.constants) for name in parameters}
     log.clear()
     context = RankContext(coordinates=coordinates, groups=groups, device=device)
-    interpreter = Interpreter(job.lowered, context, Held(parameters=parameters, optimizers=updates, buffers=buffers))
+    rank = dist.get_rank()
+    neighbours = Neighbours(rank=rank, rank_of=(rank,), groups={})
+    held = Held(parameters=parameters, optimizers=updates, buffers=buffers)
+    interpreter = Interpreter(job.lowered, context, neighbours, held)
     start = list(log)
     log.clear()
     losses, shapes = [], []
@@ -102,7 +104,7 @@ def run_one(job: Job, spoilt: bool, log: list[tuple[str, str, int]]) -> Ran:
 
 def job_of(plan: Plan, precision: str, steps: int) -> Job:
     return Job(
-        lowered=lower(plan, precision=precision),
+        lowered=lower_stages(plan, checked_graph(plan, precision=precision)),
         network=plan.network,
         sequence_length=plan.sequence_length,
         optimizer=plan.optimizer,

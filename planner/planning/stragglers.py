@@ -1,4 +1,4 @@
-"""The step of a pipeline with slow ranks and slow links.
+"""The step of a plan with slow ranks and slow links.
 
 Data-parallel replicas of a pipeline meet only where gradients are summed, and what they do until then does not wait
 for the sums. In such a step every moment is a maximum of sums of durations (max-plus linear), so the step of all
@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.lowering.pipeline import LoweredPipeline
-from planner.planning.goodput import StraggledStep, slow_cluster, slowest_devices
 from planner.plans.plan import Plan
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import PLAIN, STREAMS, OperatorCosts, Operators, in_one_stream
 from simulator.pipeline_passes import simulate_operators
 from simulator.schedules import ActionKind
-from simulator.stragglers import compute_factors, slow_stages
+from simulator.stragglers import compute_factors, slow_level, slow_stages
 from simulator.task_table import FloatArray, IntArray
 
 Levels = frozenset[str]
@@ -34,6 +33,21 @@ LOSS_BYTES = 8
 MOST_REPLICAS = 64
 """Replicas that are simulated: those with the slowest ranks. Only as many differ as there are slow ranks, unless every
 rank has a speed of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StraggledStep:
+    """A step with slow ranks and links.
+
+    ``slow_ranks`` are those drawn, by their factors; ``slow_links`` the shares of bandwidth that are left by level,
+    ``link_ranks`` whose link it is.
+    """
+
+    step_time_s: float
+    slow_ranks: Mapping[int, float]
+    slow_links: Mapping[str, float]
+    largest_factor: float
+    link_ranks: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,13 +73,13 @@ def places(plan: Plan, lowered: LoweredPipeline) -> Places:
 def steps_together(lowered: LoweredPipeline) -> bool:
     """Whether data-parallel replicas meet in every forward pass, so that none runs ahead of another."""
     work = lowered.work
-    tasks = (work.tasks[number] for passes in work.passes for number in passes[ActionKind.FORWARD, PLAIN])
+    tasks = (work.tasks[number] for passes in work.passes for number in passes[ActionKind.FORWARD, PLAIN].numbers)
     return any(
         task.collective is not None and task.axis.startswith(DATA) and task.payload_bytes > LOSS_BYTES for task in tasks
     )
 
 
-def straggle_pipeline(
+def straggle(
     plan: Plan,
     hardware: Hardware,
     lower: Lower,
@@ -98,6 +112,19 @@ def straggle_pipeline(
         link_ranks=device_of,
         largest_factor=float(factors.max()),
     )
+
+
+def slow_cluster(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
+    """The cluster with a slow link in each level named."""
+    for level, share in shares.items():
+        hardware = slow_level(hardware, level, share)
+    return hardware
+
+
+def slowest_devices(factors: FloatArray, count: int) -> dict[int, float]:
+    """So many ranks that compute longest, with their factors."""
+    chosen = np.argsort(-factors, kind="stable")[:count]
+    return {int(rank): float(factors[rank]) for rank in np.sort(chosen)}
 
 
 def slow_step_s(

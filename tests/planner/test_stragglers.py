@@ -1,4 +1,4 @@
-"""Slow ranks and links of a pipeline, against every replica simulated at once and against hand counts."""
+"""Slow ranks and links, against every replica simulated at once and against hand counts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.work import optimizer
-from planner.lowering.checked import lower
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
-from planner.planning.goodput import checkpoint_bytes, pipeline_checkpoint_bytes, slow_cluster
-from planner.planning.pipeline_stragglers import places, slow_step_s, steps_together, straggle_pipeline
+from planner.planning.goodput import checkpoint_bytes
+from planner.planning.stragglers import places, slow_cluster, slow_step_s, steps_together, straggle
 from planner.plans.plan import Plan
 from simulator import fast_engine, launches
 from simulator.following_steps import period_s
@@ -134,7 +132,7 @@ def test_hardware_without_overlap_runs_everything_in_turn() -> None:
 
 def test_what_is_drawn_depends_on_the_seed_alone() -> None:
     def straggled(seed: int) -> object:
-        return straggle_pipeline(
+        return straggle(
             plan(),
             HARDWARE,
             lambda hardware: lower_pipeline(plan(), GRAPH, hardware),
@@ -152,16 +150,16 @@ def test_what_is_drawn_depends_on_the_seed_alone() -> None:
 def test_a_pipeline_writes_the_checkpoint_of_its_one_stage_plan(storage: str) -> None:
     """Every element once, however it is cut; states of 8 bytes beside 4 of the parameter."""
     flat = one_stage(axes=(("data", 2), ("tensor", 2)), storage=storage)  # type: ignore[arg-type]
-    whole = checkpoint_bytes(lower(flat, GRAPH), optimizer("adamw"))
+    whole = checkpoint_bytes(flat, GRAPH, 8)
     elements = sum(
         GRAPH.nodes[p.node].outputs[0].elements * times
         for p, times in ((p, GRAPH.multiplicity[p.node]) for p in GRAPH.parameters)
     )
     assert 4 * whole.written == pytest.approx(12 * elements)
-    found = pipeline_checkpoint_bytes(plan(storage=storage), GRAPH, ranks_per_node=8)
+    found = checkpoint_bytes(plan(storage=storage), GRAPH, 8)
     assert 8 * found.written == pytest.approx(12 * elements)
     # The ranks of a node are those of one stage: the fullest is above the mean.
-    alone = pipeline_checkpoint_bytes(plan(storage=storage), GRAPH, ranks_per_node=4)
+    alone = checkpoint_bytes(plan(storage=storage), GRAPH, 4)
     assert alone.written > found.written
     assert alone.most == pytest.approx(alone.written)
     assert alone.loaded >= alone.written
@@ -169,8 +167,5 @@ def test_a_pipeline_writes_the_checkpoint_of_its_one_stage_plan(storage: str) ->
 
 def test_states_in_host_memory_are_written_too() -> None:
     flat = one_stage(axes=(("data", 2), ("tensor", 2)), storage="sharded")
-    here, there = (
-        checkpoint_bytes(lower(replace(flat, offload_optimizer=away), GRAPH), optimizer("adamw"))
-        for away in (False, True)
-    )
+    here, there = (checkpoint_bytes(replace(flat, offload_optimizer=away), GRAPH, 8) for away in (False, True))
     assert there == here
