@@ -223,7 +223,8 @@ class Actions:
         """
         from pathlib import Path
 
-        from planner.execution.run import ExecuteOptions, execute_plan
+        from planner.execution.options import ExecuteOptions
+        from planner.execution.run import execute_plan
 
         options = ExecuteOptions(
             strategy=self._chosen.source or self._chosen.network, processes=processes, steps=steps, data=data,
@@ -703,7 +704,7 @@ def load(path: str | PathLike[str]) -> PlanResult:
     from planner.plans.file import read_plan
 
     files = [Path(path)]
-    while (following := alternative_file(path, len(files) + 1)).is_file():
+    while (following := alternative_file(files[0], len(files) + 1)).is_file():
         files.append(following)
     plans = [(str(file), read_plan(file)) for file in files]
     return PlanResult(

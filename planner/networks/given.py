@@ -56,7 +56,7 @@ def _transformers_config(network: Any) -> Any:
     if hasattr(network, "peft_config"):  # its adapters are trained, which the model's configuration does not say
         return None
     for found in (network, getattr(network, "config", None)):
-        if callable(getattr(found, "to_diff_dict", None)) and getattr(found, "model_type", ""):
+        if callable(getattr(found, "to_diff_dict", None)) and bool(getattr(found, "model_type", None)):
             return found
     return None
 
