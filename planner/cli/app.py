@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from planner.cli.plan import plan
 from planner.cli.profiles import profiles
 from planner.cli.simulate import simulate
 from planner.cli.software import software
-from planner.cli.terminal import DEBUG_KEY
+from planner.cli.terminal import DEBUG_KEY, DOCUMENTS
 from planner.cli.validate import validate
 from planner.cli.what_if import what_if
 from simulator.errors import InputError, MeshwrightError
@@ -36,18 +37,23 @@ class ErrorBoundary(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; errors end here."""
+        wanted = _wants_json(ctx)
         try:
             result = super().invoke(ctx)
             if sys.stdout is not None:
                 sys.stdout.flush()  # what cannot be written is noticed here, not when Python ends
             return result
-        except (typer.Exit, typer.Abort, typer.TyperException):
+        except (typer.Exit, typer.Abort):
+            raise
+        except typer.TyperException as error:
+            _document(wanted, "UsageError", error.format_message(), error.exit_code)
             raise
         except KeyboardInterrupt:
             typer.echo("meshwright: interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
         except MeshwrightError as error:
             _show(ctx, str(error))
+            _document(wanted, type(error).__name__, str(error), error.exit_code)
             raise typer.Exit(error.exit_code) from error
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader has seen enough, as `head` has: end as git does
@@ -61,7 +67,22 @@ class ErrorBoundary(TyperGroup):
             raise typer.Exit(INTERNAL_ERROR) from error
         except Exception as error:
             _show_defect(ctx, error)
+            _document(wanted, type(error).__name__, str(error), INTERNAL_ERROR)
             raise typer.Exit(INTERNAL_ERROR) from error
+
+
+def _wants_json(ctx: typer.Context) -> bool:
+    """Whether ``--json`` is among the arguments of the command that is about to run."""
+    DOCUMENTS.clear()
+    given = [*getattr(ctx, "_protected_args", ()), *ctx.args]
+    return "--json" in given[: given.index("--")] if "--" in given else "--json" in given
+
+
+def _document(wanted: bool, kind: str, message: str, exit_code: int) -> None:
+    """Write an error as the one document of ``--json``, unless the command wrote one before it failed."""
+    if wanted and not DOCUMENTS:
+        error = {"kind": kind, "message": message, "exit_code": exit_code}
+        typer.echo(json.dumps({"status": "error", "error": error}, indent=2))
 
 
 def _show_defect(ctx: typer.Context, error: Exception) -> None:
@@ -98,7 +119,6 @@ def _print_version(wanted: bool) -> None:
 app = typer.Typer(
     cls=ErrorBoundary,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -117,6 +137,8 @@ def meshwright(
     Example:
       meshwright plan zoo:gpt2 --hw dgx-a100 --devices 8
       meshwright simulate strategy.json --trace timeline.json
+
+    --install-completion lets the shell complete commands and options.
 
     Exit codes: 0 done, 1 internal error, 2 bad input or usage, 3 infeasible (no plan fits),
     4 execution failed or its losses differ.

@@ -84,6 +84,9 @@ class PlanArguments:
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The strategy file to write [strategy.json].")
     ] = None
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also where the time goes, why others lost, and what was proved.")
+    ] = False
     trust_file: TrustFile = False
     as_json: JsonFlag = False
     quiet: QuietFlag = False
@@ -132,6 +135,7 @@ def plan(given: PlanArguments) -> None:
     With degrees from a file in MindFormers' style (parallel, parallel_config, …)
       meshwright plan zoo:gpt2 --hw ascend910b-atlas800t-a2 --devices 8 --config parallel.yaml
 
+    The table shows each plan, its step time with a 90 % interval, speed and memory; --verbose shows the rest.
     With --quiet only the name of the strategy file is printed; --debug says where the time went. Exit code 3: no plan
     fits. Ctrl-C ends the search: the best plan so far, or else the first that is found, is written with its gap (exit
     code 0).
@@ -143,10 +147,10 @@ def plan(given: PlanArguments) -> None:
     found = Configuration(settings=settings) if config is None else with_config(settings, config)
     for note in found.notes:
         terminal.note(note)
-    _run(terminal, found, config, debug=given.debug)
+    _run(terminal, found, config, given)
 
 
-def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug: bool) -> None:
+def _run(terminal: Terminal, found: Configuration, config: Path | None, given: PlanArguments) -> None:
     from planner.planning.planning import software_note, with_usual_software
     from planner.search.patience import Patience
     from simulator.quantities import seconds_text
@@ -162,9 +166,9 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug
             result = _stored(request, found.stored) if found.stored else _planned(request, patience)
     if not asked.software:
         result = replace(result, messages=(*result.messages, software_note(request.software)))
-    if debug and result.timings:
+    if given.debug and result.timings:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
-    _finish(terminal, request, result, path, several=settings.top is not None)
+    _finish(terminal, request, result, path, several=settings.top is not None, verbose=given.verbose)
 
 
 def _planned(request: PlanRequest, patience: Patience) -> PlanResult:
@@ -222,7 +226,9 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
     )
 
 
-def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: str, *, several: bool) -> None:
+def _finish(
+    terminal: Terminal, request: PlanRequest, result: PlanResult, path: str, *, several: bool, verbose: bool
+) -> None:
     """Write the best plan, and with `several` those behind it, and show them."""
     from planner.planning.documents import prediction_document, result_document
     from planner.plans.alternatives import write_alternatives
@@ -247,6 +253,6 @@ def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: 
     elif feasible:
         from planner.cli.plan_tables import plan_report
 
-        terminal.show(*plan_report(result, hardware, path))
+        terminal.show(*plan_report(result, hardware, path, verbose=verbose))
     if not feasible:
         raise InfeasibleError(result.infeasible)

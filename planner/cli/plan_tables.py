@@ -10,16 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.cli.tables import (
-    BREAKDOWN_NAMES,
-    batch_text,
-    facts,
-    memory_kinds_text,
-    mesh_text,
-    plain_table,
-    throughput,
-)
-from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
+from planner.cli.tables import BREAKDOWN_NAMES, batch_text, facts, memory_kinds_text, mesh_text, plain_table
+from planner.planning.summary import cells, certainty, columns, heading, recompute_text, throughput
+from simulator.quantities import bytes_text, percent_text, rate_text, seconds_text
 from simulator.topology import level_of_axis
 
 if TYPE_CHECKING:
@@ -28,48 +21,39 @@ if TYPE_CHECKING:
     from planner.what_if import WhatIfRow
     from simulator.hardware import Hardware
 
+SHOWN_NOTES = 3
+"""Notes beside the first table; ``--verbose`` shows all."""
 
-def plan_report(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterable[RenderableType]:
-    """Everything `meshwright plan` says about a result with at least one plan."""
-    plan = result.candidates[0].plan
-    yield Text(
-        f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name}), global batch "
-        f"{plan.global_batch}{_length(plan)}, {plan.precision}, {plan.optimizer}",
-        style="bold",
-    )
+
+def plan_report(
+    result: PlanResult, hardware: Hardware, strategy_file: str, *, verbose: bool = False
+) -> Iterable[RenderableType]:
+    """What `meshwright plan` says about a result with at least one plan: all of it where it is ``verbose``."""
+    best = result.candidates[0]
+    yield Text(heading(best.plan, hardware), style="bold")
     yield Padding(candidate_table(result.candidates), (1, 0, 1, 0))
-    yield time_table(result.candidates)
-    yield Padding(facts(_facts(result, hardware, strategy_file)), (1, 0, 0, 0))
+    if verbose:
+        yield time_table(result.candidates)
+        yield Padding(facts(_facts(result, hardware, strategy_file)), (1, 0, 0, 0))
+        return
+    notes = [("note", message) for message in result.messages[:SHOWN_NOTES]]
+    left = len(result.messages) - len(notes)
+    yield facts(
+        [
+            ("sure", certainty(best.plan, best.prediction)),
+            *notes,
+            ("written", strategy_file),
+            ("more", "--verbose: where the time goes, why the others lost" + (f", {left} more notes" if left else "")),
+        ]
+    )
 
 
 def candidate_table(candidates: Sequence[Candidate]) -> Table:
     """The plans, best first, with their predictions."""
-    first = candidates[0].prediction
-    table = plain_table(
-        ("", ""),
-        (mesh_header(c.plan for c in candidates), ""),
-        ("micro-\nbatch", ""),
-        ("optimizer\nstate", ""),
-        ("step\ntime", "right"),
-        ("\ninterval", "right"),
-        (f"{throughput(first)[1]}\nper s", "right"),
-        ("\nMFU", "right"),
-        (f"memory, of\n{bytes_text(first.device_memory_bytes)}", "right"),
-    )
-    for rank, candidate in enumerate(candidates, 1):
-        plan, prediction = candidate.plan, candidate.prediction
-        table.add_row(
-            str(rank),
-            mesh_text(plan),
-            batch_text(plan),
-            "whole" if plan.optimizer_sharding == "none" else plan.optimizer_sharding,
-            seconds_text(prediction.step_time_s),
-            interval_text(*prediction.interval_s),
-            rate_text(throughput(prediction)[0], "").removesuffix(" /s"),
-            percent_text(prediction.mfu),
-            bytes_text(prediction.peak_memory_bytes),
-            style="bold" if rank == 1 else "",
-        )
+    names = columns(candidates[0].prediction)
+    table = plain_table(("", ""), *((name, "right" if number else "") for name, number in names))
+    for rank, one in enumerate(candidates, 1):
+        table.add_row(str(rank), *cells(one.plan, one.prediction), style="bold" if rank == 1 else "")
     return table
 
 
@@ -140,7 +124,7 @@ def stages_text(plan: Plan) -> str:
         parts.append(f"micro-batches in {plan.copies} copies")
     if plan.recompute != "none":
         kept = not all(part.messages for part in plan.recompute_ranges)
-        parts.append(f"recomputation {plan.recompute}" + (" but of messages" if kept else ""))
+        parts.append(recompute_text(plan).replace("=", " ") + (" but not of messages" if kept else ""))
     parts += [f"{name} {plan.degree(name)}" for name in ("context", "expert") if plan.degree(name) > 1]
     if plan.shard_size:
         parts.append(f"states shared by {plan.shard_size} ranks")
@@ -200,10 +184,6 @@ def _certificate_text(certificate: Certificate, prediction: Prediction) -> str:
         f"{seconds_text(certificate.lower_bound_s)}, gap {percent_text(certificate.gap)}; {size}; "
         f"{certificate.operators:,} operators, {blocks} distinct block{'s' * (blocks != 1)}"
     )
-
-
-def _length(plan: Plan) -> str:
-    return f" × {plan.sequence_length} tokens" if plan.sequence_length else ""
 
 
 def what_if_report(rows: Sequence[WhatIfRow], rule: str, report: str | None) -> Iterable[RenderableType]:

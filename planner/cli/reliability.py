@@ -11,7 +11,8 @@ from rich.console import RenderableType
 from rich.padding import Padding
 
 from planner.cli.options import read_shares
-from planner.cli.tables import facts, throughput
+from planner.cli.tables import facts
+from planner.planning.summary import throughput
 from simulator.errors import InputError
 from simulator.quantities import bytes_text, duration_text, percent_text, rate_text, seconds_text
 

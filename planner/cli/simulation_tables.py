@@ -19,8 +19,8 @@ from planner.cli.tables import (
     memory_kinds_text,
     memory_text,
     plain_table,
-    throughput,
 )
+from planner.planning.summary import throughput
 from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 
 if TYPE_CHECKING:

@@ -34,10 +34,10 @@ def facts(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def plain_table(*columns: tuple[str, str]) -> Table:
-    """A table without lines; a column is its heading and ``"right"`` or nothing."""
+    """A table without lines; a column is its heading and ``"right"`` or nothing. Narrow cells fold: none is cut."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
     for heading, side in columns:
-        table.add_column(heading, justify="right" if side else "left", no_wrap=True)
+        table.add_column(heading, justify="right" if side else "left", overflow="fold")
     return table
 
 
@@ -56,13 +56,6 @@ def axes_text(plan: Plan) -> str:
 def batch_text(plan: Plan) -> str:
     """Samples of a micro-batch on one data-parallel rank times micro-batches."""
     return f"{plan.micro_batch} × {plan.micro_batches}"
-
-
-def throughput(prediction: Prediction) -> tuple[float, str]:
-    """Tokens a second where the network reads tokens, else samples."""
-    if prediction.tokens_per_s is not None:
-        return prediction.tokens_per_s, "tokens"
-    return prediction.samples_per_s, "samples"
 
 
 def memory_text(prediction: Prediction) -> str:

@@ -41,6 +41,8 @@ PLAIN = {
 """Replacements for characters that the terminal's encoding lacks; any other becomes its code."""
 DEBUG_KEY = "planner.cli.debug"
 PIPE_WIDTH = 110
+DOCUMENTS: list[str] = []
+"""Documents that the running command has written, of which there is to be one."""
 
 
 def write_plainly(stream: TextIO | None) -> None:
@@ -98,6 +100,7 @@ class Terminal:
         utf8 = (getattr(self.out, "encoding", None) or "utf-8").lower().startswith("utf")
         text = json.dumps(document, indent=2, ensure_ascii=not utf8, allow_nan=False)
         self.out.write(text + "\n")
+        DOCUMENTS.append(text)
 
     def show(self, *parts: RenderableType) -> None:
         """Print for people."""

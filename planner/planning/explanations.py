@@ -95,7 +95,7 @@ def other_choices(best: Plan, other: Plan) -> str:
         for name, value, before in (
             ("schedule", other.schedule, best.schedule if best.pipeline > 1 else other.schedule),
             ("vpp", other.virtual, best.virtual),
-            ("recompute", other.recompute, best.recompute),
+            ("recompute", other.recomputation, best.recomputation),
             ("context_algorithm", other.context_algorithm, best.context_algorithm),
             ("offload_optimizer", str(other.offload_optimizer).lower(), str(best.offload_optimizer).lower()),
             ("shard_size", _shards(other, best), "none"),

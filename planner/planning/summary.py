@@ -86,7 +86,8 @@ def heading(plan: Plan, hardware: Hardware) -> str:
 def certainty(plan: Plan, prediction: Prediction) -> str:
     """Return how sure plan and prediction are, in one line."""
     certificate = plan.certificate
-    proof = {"optimal": "optimal", "bounded": f"at most {percent_text(certificate.gap)} from the optimum"}
+    gap = f"gap {percent_text(certificate.gap)}"
+    proof = {"optimal": f"optimal, {gap}", "bounded": f"near the optimum, {gap}"}
     found = proof.get(str(certificate.status), "heuristic: no bound")
     meaning = {
         "calibrated": "measured on this machine",

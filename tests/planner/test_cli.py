@@ -115,6 +115,33 @@ def test_plan_json_is_one_document_and_nothing_else(planned: list[planning.PlanR
     assert "no rule" in result.stderr
 
 
+def test_verbose_adds_what_was_proved_and_where_the_time_goes(planned: list[planning.PlanRequest]) -> None:
+    short, long = run(*PLAN).stdout, run(*PLAN, "--verbose").stdout
+    for words in ("why not the first", "certificate", "20 % slower: more"):
+        assert words in long
+        assert words not in short
+    assert "--verbose" in short
+
+
+def test_a_failed_command_writes_one_document(planned: list[planning.PlanRequest]) -> None:
+    wrong = json.loads(run("plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "none", "--json").stdout)
+    assert wrong["error"]["kind"] == "UsageError"
+    assert wrong["error"]["exit_code"] == 2
+    assert run("plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "none").stdout == ""
+
+
+def test_completion_installs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done = subprocess.run(
+        [sys.executable, "-m", "planner.cli", "--install-completion", "bash"],
+        env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "completion installed" in done.stdout
+    script = next((tmp_path / ".bash_completions").iterdir()).read_text()
+    assert "_MESHWRIGHT_COMPLETE=complete_bash" in script
+
+
 def test_plan_quiet_prints_the_file(planned: list[planning.PlanRequest]) -> None:
     result = run(*PLAN, "--quiet")
     assert (result.stdout, result.stderr) == ("strategy.json\n", "")
@@ -196,7 +223,9 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
 def test_bad_input_gives_exit_code_2_and_says_why(arguments: list[str], words: list[str]) -> None:
     result = run(*arguments, "--json")
     assert result.exit_code == 2, result.output
-    assert result.stdout == ""
+    error = json.loads(result.stdout)["error"]
+    assert error["exit_code"] == 2
+    assert " ".join(error["message"].split())[:40] in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
     for word in words:
         assert word in result.stderr
@@ -437,6 +466,7 @@ def test_tables_fit_their_width(width: int) -> None:
     hardware = load_profile("dgx-a100")
     for part in (
         *plan_report(make_result(), hardware, "strategy.json"),
+        *plan_report(make_result(), hardware, "strategy.json", verbose=True),
         *what_if_report(make_rows(), "weak scaling", "report.html"),
     ):
         console.print(part)
