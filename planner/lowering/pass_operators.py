@@ -168,18 +168,19 @@ def _streams(draft: Draft, beside: frozenset[int]) -> Sequence[int]:
 
 
 def _in_turn(draft: Draft, beside: frozenset[int], tasks: Sequence[Task]) -> Sequence[int]:
-    """Streams where messages of the axes that are sent along beside the pass share one."""
+    """Streams where messages of the axis that most bytes cross beside the pass share one.
 
-    def axes(numbers: Sequence[int]) -> set[str]:
-        return {tasks[n].axis for n in numbers if tasks[n].collective is not None}
-
-    shared: set[str] = set()
+    Those of other axes do not wait for these: each axis has a communicator of its own.
+    """
+    crossed: dict[str, float] = {}
     for stream, numbers in zip(draft.stream, draft.tasks, strict=True):
-        if stream == BESIDE:
-            shared |= axes(numbers)
+        for task in [tasks[n] for n in numbers if stream == BESIDE and tasks[n].collective is not None]:
+            crossed[task.axis] = crossed.get(task.axis, 0.0) + task.payload_bytes
+    shared = max(crossed, key=lambda axis: crossed[axis], default=None)
+    waits = [any(tasks[n].axis == shared for n in numbers if tasks[n].collective) for numbers in draft.tasks]
     return [
-        BESIDE if stream == MESSAGES and not shared.isdisjoint(axes(numbers)) else stream
-        for stream, numbers in zip(_streams(draft, beside), draft.tasks, strict=True)
+        BESIDE if stream == MESSAGES and waits_there else stream
+        for stream, waits_there in zip(_streams(draft, beside), waits, strict=True)
     ]
 
 
