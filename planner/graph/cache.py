@@ -39,9 +39,7 @@ def toolchain() -> str:
     for path in sorted([*root.glob("graph/**/*.py"), *root.glob("networks/**/*.py")]):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return (
-        f"python {python} torch {_version('torch')} transformers {_version('transformers')} code {digest.hexdigest()}"
-    )
+    return f"python {python} torch {version('torch')} transformers {version('transformers')} code {digest.hexdigest()}"
 
 
 def load(key: str) -> OperatorGraph | None:
@@ -87,7 +85,7 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def _version(distribution: str) -> str:
+def version(distribution: str) -> str:
     """`importlib.metadata.version` without parsing what a package says of itself, which may be long; or absent."""
     try:
         said = metadata.distribution(distribution).read_text("METADATA") or ""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from planner.graph.attention import check_attention
 from planner.graph.fusion import check_fusion
 from planner.graph.norms import check_norms
 from planner.networks.decoder.known import zoo_decoder
 from planner.networks.network import Family, Network
+from planner.networks.remembered import remembered
 from planner.networks.zoo.configs import BertConfig, MixtralConfig
 from planner.networks.zoo.table import ZOO, ZooEntry, language_inputs, make_language_module
 from simulator.errors import InputError, NetworkError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SOURCES = "zoo:NAME, hf:PATH, timm:NAME, tv:NAME, py:MODULE:FACTORY, pt2:FILE"
 
@@ -94,9 +99,7 @@ def _found(spec: str | Network, sequence_length: int | None) -> Network:
 
         return load_vision(source, rest, sequence_length)
     if source == "py":
-        from planner.networks.python_factory import load_factory
-
-        return load_factory(rest, sequence_length)
+        return _from_factory(rest, sequence_length)
     if source == "pt2":
         from planner.networks.saved_program import load_program
 
@@ -107,6 +110,22 @@ def _found(spec: str | Network, sequence_length: int | None) -> Network:
             "a factory, py:MODULE:FACTORY"
         )
     raise NetworkError(f"network {spec!r} has the unknown source {source!r}; use one of {SOURCES}")
+
+
+def _from_factory(place: str, sequence_length: int | None) -> Network:
+    """A network of a user's function, whose module is imported once it is needed."""
+
+    def look() -> Network:
+        from planner.networks.python_factory import factory
+
+        return factory(place, sequence_length)[0]()
+
+    def make(depth: int | None) -> nn.Module:
+        from planner.networks.python_factory import factory
+
+        return factory(place, sequence_length)[1](depth)
+
+    return remembered(f"py:{place}", sequence_length, look, make)
 
 
 def _near_zoo(name: str) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from planner.networks.decoder.graph import Decoder
     from planner.networks.marks import Marks
+    from planner.networks.shortening import Shortened
 
 Family = Literal["image", "language", "features"]
 CAPTURED_BLOCKS = 2
@@ -96,7 +97,7 @@ def capture(network: Network) -> OperatorGraph:
 def _cache_key(network: Network) -> str:
     if not network.content:
         return ""
-    content = f"{network.content}\n{network.sequence_length}\n{network.depth}\n{cache.toolchain()}"
+    content = f"{network.content}\n{network.sequence_length}\n{network.depth}\n{network.notes}\n{cache.toolchain()}"
     content += f"\n{network.attention}" if network.attention in WRITTEN_OUT else ""
     content += "\nfused norms" if network.norms == FUSED else ""
     content += f"\nfused by a {network.fusion}" if network.fusion else ""
@@ -129,12 +130,12 @@ def _shortened(network: Network) -> OperatorGraph | None:
     return None if found is None else lengthened(_as_asked(network, found[0]), found[1])
 
 
-def _captured_short(network: Network) -> tuple[OperatorGraph, dict[str, tuple[int, int]]] | None:
+def _captured_short(network: Network) -> tuple[OperatorGraph, dict[str, Shortened]] | None:
     """The graph without some of the equal blocks, and how many of each list; None where its code counts the blocks."""
     from planner.graph.capture import capture_module
     from planner.networks.shortening import shorten
 
-    lists: dict[str, tuple[int, int]] = {}
+    lists: dict[str, Shortened] = {}
 
     def make() -> nn.Module:
         module = network.make(None).train()
@@ -142,7 +143,7 @@ def _captured_short(network: Network) -> tuple[OperatorGraph, dict[str, tuple[in
         return module
 
     try:
-        graph = capture_module(make, network.inputs, name=network.name, notes=network.notes, twice=not network.content)
+        graph = capture_module(make, network.inputs, name=network.name, notes=network.notes, twice=_unknown(network))
     except NetworkError:
         if lists:
             return None
@@ -165,6 +166,11 @@ def _unfolded(network: Network, blocks: int | None) -> OperatorGraph:
         network.inputs,
         name=network.name,
         notes=network.notes,
-        twice=not network.content,
+        twice=_unknown(network),
     )
     return in_child(network.spec, work) if network.spec.startswith(FOREIGN) else work()
+
+
+def _unknown(network: Network) -> bool:
+    """Whether nobody has tried the network's code at other batch sizes."""
+    return not network.content or network.spec.startswith(FOREIGN)

@@ -6,7 +6,7 @@ import copy
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from planner.graph.capture_errors import is_library, short_path
-from planner.networks.child import in_child
 from planner.networks.inputs import InputSpec
 from planner.networks.layerwise import marked_layerwise
 from planner.networks.marks import marks_of
@@ -26,7 +25,8 @@ from simulator.errors import InputError, NetworkError
 
 CONTRACT = (
     "return (module, inputs), where module(*inputs) is the scalar mean loss, or (module, inputs, loss), "
-    "where the loss is loss(module(*inputs[:-1]), inputs[-1]); inputs are tensors with the batch as dim 0"
+    "where the loss is loss(module(*inputs[:-1]), inputs[-1]); inputs are tensors with the batch as dim 0, or a dict "
+    "of them by the names of the forward pass"
 )
 
 
@@ -47,11 +47,25 @@ class WithLoss(nn.Module):
         return self.loss(self.module(*inputs[:-1]), inputs[-1])
 
 
-def load_factory(place: str, sequence_length: int | None) -> Network:
-    """Call the factory ``MODULE:FACTORY`` (the current directory is searched) and describe its network.
+class Named(nn.Module):
+    """A module whose inputs have names; where its forward pass returns an object with a loss, that is the result."""
 
-    Shapes come from the example inputs, whose batch size does not matter. The graph is captured anew each
-    time, because the code may have changed.
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self.names = names
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Result for inputs in the order of the names."""
+        found = self.module(**dict(zip(self.names, inputs, strict=True)))
+        loss = None if isinstance(found, Tensor) else getattr(found, "loss", None)
+        return found if loss is None else loss
+
+
+def factory(place: str, sequence_length: int | None) -> tuple[Callable[[], Network], Callable[[int | None], nn.Module]]:
+    """What describes the network of the factory ``MODULE:FACTORY`` by calling it, and what makes its module.
+
+    The current directory is searched. Shapes come from the example inputs, whose batch size does not matter.
     """
     module_name, _, factory_name = place.partition(":")
 
@@ -62,15 +76,9 @@ def load_factory(place: str, sequence_length: int | None) -> Network:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # drawn labels bound the classes, which must be the same in every process
             module, example = called()
-        found = described(f"py:{place}", factory_name, module, example, sequence_length, lambda: module)
-        return replace(found, make=_not_made)
+        return described(f"py:{place}", factory_name, module, example, sequence_length, lambda: module)
 
-    return replace(in_child(f"py:{place}", look), make=lambda depth: called()[0])
-
-
-def _not_made(depth: int | None) -> nn.Module:
-    """Stand for what makes a module while a network goes from one process to another."""
-    raise NotImplementedError
+    return look, lambda depth: called()[0]
 
 
 def network_of(module: nn.Module, inputs: Any, loss: Callable[[Any, Tensor], Tensor] | None = None) -> Network:
@@ -160,8 +168,14 @@ def _call(place: str, factory: Callable[[], Any]) -> tuple[nn.Module, tuple[Tens
     module, inputs = result[0], result[1]
     know_calls(module)
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    names = tuple(inputs) if isinstance(inputs, Mapping) else ()
+    inputs = tuple(inputs.values()) if isinstance(inputs, Mapping) else inputs
     if not isinstance(inputs, (tuple, list)) or not inputs or not all(isinstance(i, Tensor) for i in inputs):
         raise NetworkError(f"network 'py:{place}': the factory's inputs are {_kind(inputs)}; it must {CONTRACT}")
+    if not all(isinstance(name, str) for name in names):
+        raise NetworkError(f"network 'py:{place}': the factory's inputs have the names {names}; it must {CONTRACT}")
+    if names:
+        module = Named(module, names if len(result) == 2 else names[:-1])
     if len(result) == 2:
         return module, tuple(inputs)
     if not callable(result[2]) or len(inputs) < 2:

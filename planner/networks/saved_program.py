@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import warnings
 from dataclasses import replace
@@ -54,9 +55,10 @@ def load_program(file: str, sequence_length: int | None) -> Network:
     _check_loss(spec, program)
     module, notes = _module(program)
     network = described(spec, path.stem, module, example, sequence_length, lambda: _module(_load(spec, path))[0])
-    return replace(
-        network, description=f"exported program of {_parameters(module):,} parameters from {file}", notes=notes
-    )
+    with path.open("rb") as opened:
+        content = f"pt2 {hashlib.file_digest(opened, 'sha256').hexdigest()}"
+    description = f"exported program of {_parameters(module):,} parameters from {file}"
+    return replace(network, description=description, notes=notes, content=content)
 
 
 def _parameters(module: nn.Module) -> int:

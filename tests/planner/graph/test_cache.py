@@ -128,10 +128,10 @@ def test_a_fingerprint_is_the_same_in_another_process(place: Path) -> None:
 
 
 def test_versions_are_those_that_packages_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {name: cache._version(name) for name in ("torch", "numpy")} == {
+    assert {name: cache.version(name) for name in ("torch", "numpy")} == {
         name: metadata.version(name) for name in ("torch", "numpy")
     }
-    assert cache._version("no-such-distribution") == "absent"
+    assert cache.version("no-such-distribution") == "absent"
     monkeypatch.setattr(metadata.PathDistribution, "read_text", lambda *_: None)
     monkeypatch.setattr(metadata, "version", lambda _: "1.2 of another file")
-    assert cache._version("numpy") == "1.2 of another file"
+    assert cache.version("numpy") == "1.2 of another file"

@@ -15,6 +15,8 @@ from simulator.errors import InputError, NetworkError
 from tests.oracles.graph_interpreter import assert_equals_autograd
 
 SOURCE = """
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -112,6 +114,31 @@ def with_values():
     return Residual(4), (torch.zeros(2, 4), torch.from_numpy(torch.ones(2, 4).numpy() * steps)), nn.L1Loss()
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 3), nn.Linear(5, 3)
+
+    def forward(self, *, first, second, label=None):
+        scores = self.one(first) + self.other(second)
+        if label is None:
+            return scores
+        return SimpleNamespace(loss=nn.functional.cross_entropy(scores, label), scores=scores)
+
+
+def by_name():
+    names = {"second": torch.zeros(2, 5), "first": torch.zeros(2, 4), "label": torch.zeros(2, dtype=torch.long)}
+    return Pair(), names
+
+
+def by_name_with_loss():
+    return *by_name(), nn.CrossEntropyLoss()
+
+
+def by_number():
+    return Pair(), {1: torch.zeros(2, 4)}
+
+
 not_callable = 5
 """
 _serial = count()
@@ -126,7 +153,7 @@ def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-@pytest.mark.parametrize("factory", ["classifier", "language"])
+@pytest.mark.parametrize("factory", ["classifier", "language", "by_name", "by_name_with_loss"])
 def test_a_users_network_equals_autograd(factory: str, module_name: str) -> None:
     network = load_network(f"py:{module_name}:{factory}")
     graph = at_precision(unfold(at_batch(network.capture(), 7)), "float64")
@@ -175,6 +202,7 @@ def test_drawn_examples_do_not_change_the_network(module_name: str) -> None:
         ("number", ("returns int", "(module, inputs)")),
         ("no_tensors", ("inputs are str", "(module, inputs)")),
         ("no_loss", ("loss is float",)),
+        ("by_number", ("names (1,)", "a dict")),
         ("uneven", ("[1, 3]", "one batch size")),
         ("scalar", ("scalar", "dim 0")),
         ("broken", ("TypeError", ".py:")),
