@@ -72,6 +72,10 @@ class TensorSpec:
         return self._bytes
 
 
+CTC = "meshwright.ctc_loss.default"
+"""Losses ``(batch,)`` for log probabilities ``(batch, frames, classes)``, text ``(batch, length)`` and blank."""
+CTC_BACKWARD = "meshwright.ctc_loss_backward.default"
+"""Gradient of `CTC` for that of the losses, and what `CTC` was given."""
 DROPOUT = "meshwright.dropout.default"
 """Dropout ``(x, p)``: whoever runs it draws the mask. Its gradient is the same operator, with the same mask."""
 

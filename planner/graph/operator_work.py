@@ -39,7 +39,7 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
     Kernel.REDUCTION: (
         *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "prod", "any", "all"),
         *("cumsum", "nll_loss_forward", "_adaptive_avg_pool2d", "topk"),
-        *("linalg_vector_norm", "logsumexp", "max_pool2d_with_indices_backward"),
+        *("linalg_vector_norm", "logsumexp", "max_pool2d_with_indices_backward", "ctc_loss", "ctc_loss_backward"),
     ),
     Kernel.POOLING: ("max_pool2d_with_indices", "avg_pool2d"),
     Kernel.EMBEDDING: (

@@ -26,8 +26,9 @@ from planner.networks.adapted_modules import adapt
 from planner.networks.adapters import Adapters
 from planner.networks.hugging_face_deepseek import GroupedRouter, LatentAttention, check_deepseek
 from planner.networks.inputs import InputSpec
-from planner.networks.losses import mean_cross_entropy
+from planner.networks.losses import mean_alignment_loss, mean_cross_entropy
 from planner.networks.network import Family
+from planner.networks.placeholders import features_first
 from planner.networks.transformers_classes import (
     MAXIMUM_LENGTH,
     fixed_arguments,
@@ -51,7 +52,7 @@ class Trained(nn.Module):
     """A model of transformers with its loss.
 
     The loss of tokens is the mean cross entropy at all positions, to which a router's own is added where the model
-    computes one; any other loss is the model's.
+    computes one; that of transcripts is over all their alignments (CTC); any other loss is the model's.
     """
 
     def __init__(self, model: Any, names: Sequence[str]) -> None:
@@ -61,14 +62,18 @@ class Trained(nn.Module):
         self.fixed = fixed_arguments(type(model))
         tokens = (model.loss_type or _TOKEN_LOSSES[0]) in _TOKEN_LOSSES and model.get_output_embeddings() is not None
         self.of_tokens = tokens and "labels" in names
+        self.of_text = model.loss_type == "ForCTC" and "labels" in names
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Loss of inputs in the order of `names`."""
         given = dict(zip(self.names, inputs, strict=True))
-        if not self.of_tokens:
-            return self.model(**given, **self.fixed).loss  # type: ignore[no-any-return]
-        labels = given.pop("labels")
-        output = self.model(**given, **self.fixed)
+        labels = given.pop("labels") if self.of_tokens or self.of_text else None
+        with features_first():
+            output = self.model(**given, **self.fixed)
+        if labels is None:
+            return output.loss  # type: ignore[no-any-return]
+        if self.of_text:
+            return mean_alignment_loss(output.logits, labels, self.model.config.pad_token_id or 0)
         loss = mean_cross_entropy(output.logits, labels)
         routing = getattr(output, "aux_loss", None)
         return loss if routing is None else loss + self.model.config.router_aux_loss_coef * routing
@@ -91,7 +96,8 @@ class FirstPositions(Trained):
 def make_config(path: str, kind: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
     """Make the configuration of a model type; NetworkError names the file where transformers refuses it."""
     try:
-        config = AutoConfig.for_model(kind, **settings)
+        # transformers writes infinity as an object of its own
+        config = AutoConfig.for_model(kind, **PreTrainedConfig._decode_special_floats(dict(settings)))
     except Exception as error:
         raise NetworkError(f"{path}: transformers refuses the config: {error}; correct the key") from error
     return config

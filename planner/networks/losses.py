@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from planner.graph.alignment_loss import alignment_loss_operator
+
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of logits ``(..., classes)`` against labels ``(...)``."""
@@ -20,3 +22,9 @@ def mean_absolute_error(outputs: Tensor, targets: Tensor) -> Tensor:
 def mean_binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     r"""Mean of :math:`\log(1 + e^z) - y z` over logits z and labels y of 0 and 1, both of one shape."""
     return (F.softplus(logits) - labels.to(logits.dtype) * logits).sum() / labels.numel()
+
+
+def mean_alignment_loss(logits: Tensor, text: Tensor, blank: int) -> Tensor:
+    """Mean CTC loss per character of logits ``(batch, frames, classes)`` for transcripts ``(batch, length)``."""
+    losses = alignment_loss_operator()(F.log_softmax(logits, dim=-1), text, blank)
+    return losses.sum() / text.numel()

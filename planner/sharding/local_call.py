@@ -11,10 +11,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from planner.graph.alignment_loss import alignment_loss_operator
 from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.graph.dropout import dropout_operator
 from planner.graph.masked_attention import masked_attention_operator
-from planner.graph.operator_graph import DROPOUT, Argument, BatchSize, Node, OperatorGraph, TensorRef, TensorSpec
+from planner.graph.operator_graph import (
+    CTC,
+    CTC_BACKWARD,
+    DROPOUT,
+    Argument,
+    BatchSize,
+    Node,
+    OperatorGraph,
+    TensorRef,
+    TensorSpec,
+)
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements, local_shape
 from planner.sharding.rule_notation import NARROW, Rule
 from simulator.errors import ExecutionError
@@ -165,6 +176,8 @@ def operator(op: str) -> torch._ops.OpOverload:
         return dropout_operator()
     if op in (MASKED, MASKED_BACKWARD):
         masked_attention_operator()
+    if op in (CTC, CTC_BACKWARD):
+        alignment_loss_operator()
     found: Any = torch.ops
     try:
         for part in op.split("."):

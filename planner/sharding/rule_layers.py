@@ -155,6 +155,26 @@ def rms_norm_backward(call: Call) -> Layout:
     return Layout(arguments=(values, values, FIXED), outputs=(values, FIXED), linear=((0,),))
 
 
+def weight_norm(call: Call) -> Layout:
+    """By the dim whose slices are normalised, each by itself: a weight and the norms of its slices."""
+    values, slices = _slices(call, 0, 2)
+    return Layout(arguments=(values, slices), outputs=(values, slices))
+
+
+def weight_norm_backward(call: Call) -> Layout:
+    """Gradients of the direction and the size, as `weight_norm`."""
+    values, slices = _slices(call, 0, 4)
+    return Layout(arguments=(values, values, slices, slices), outputs=(values, slices), linear=((0,),))
+
+
+def _slices(call: Call, source: int, dim: int) -> tuple[str, str]:
+    """Letters of a weight and of what it has one number of for each slice."""
+    rank = call.tensor(source).rank
+    kept = call.dim(dim, "dim", rank)
+    letters = "".join("s" if place == kept else FIXED for place in range(rank))
+    return letters, letters
+
+
 def _rows(rank: int) -> str:
     """Letters of values whose last dim is normalised."""
     return LETTERS[: rank - 1] + FIXED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.graph import attention, norms
-from planner.graph.operator_graph import DROPOUT
+from planner.graph.operator_graph import CTC, CTC_BACKWARD, DROPOUT
 from planner.sharding import rule_families as families
 from planner.sharding import rule_layers as layers
 from planner.sharding.rule_families import Family
@@ -118,7 +118,7 @@ _CREATED: dict[str, Family] = {
 }
 _CONSTANT: dict[str, Family] = {
     f"aten.{name}": families.alone
-    for name in ("arange.default", "arange.start", "arange.start_step", "scalar_tensor.default")
+    for name in ("arange.default", "arange.start", "arange.start_step", "eye.default", "scalar_tensor.default")
 }
 
 _REDUCTIONS: dict[str, Family] = {
@@ -196,6 +196,10 @@ _LAYERS: dict[str, Family] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": layers.attention_backward,
     attention.MASKED: layers.masked_attention,
     attention.MASKED_BACKWARD: layers.masked_attention_backward,
+    "aten._weight_norm_interface.default": layers.weight_norm,
+    "aten._weight_norm_interface_backward.default": layers.weight_norm_backward,
+    CTC: notation("b..,b.->b"),
+    CTC_BACKWARD: notation("b,b..,b.->b.."),
     attention.SCORES: notation("bh..,bh..->bh.."),
     attention.WEIGHTED: notation("bh..,bh..->bh.."),
     attention.GATHERED: notation("bh..,bh..->bh.."),

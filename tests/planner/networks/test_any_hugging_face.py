@@ -13,8 +13,10 @@ import torch
 from planner.graph.attention import MASKED
 from planner.graph.capture import capture_module
 from planner.graph.folding import unfold
+from planner.graph.operator_graph import CTC, CTC_BACKWARD
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import Network, load_network
+from simulator.errors import InputError
 from simulator.program import Kernel
 from tests.oracles.graph_interpreter import assert_equals_autograd
 
@@ -41,6 +43,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bart": {
         "d_model": 16, "encoder_layers": 5, "decoder_layers": 6, "encoder_attention_heads": 4, "vocab_size": 40,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32,
+    },
+    "llava": {
+        "text_config": {**DECODER, "model_type": "llama", "num_hidden_layers": 1}, "image_token_index": 39,
+        "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "image_size": 28, "patch_size": 14,
+        },
+    },
+    "wav2vec2": {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 40,
+        "conv_dim": [8] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "pad_token_id": 0,
+        "ctc_loss_reduction": "mean", "ctc_zero_infinity": True,
     },
 }  # fmt: skip
 RUNS = {"qwen3": [6], "mistral": [6]}
@@ -114,3 +128,56 @@ def test_the_architecture_names_the_class(tmp_path: Path) -> None:
     classes = load(tmp_path, "bart", architectures=["BartForSequenceClassification"])
     assert classes.inputs[-1].shape == ()
     assert "BartForSequenceClassification" in classes.description
+
+
+def draw(*shape: int, low: int = 0, seed: int = 1) -> torch.Tensor:
+    return torch.randint(low, 39, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def twin(kind: str, ours: Any, class_name: str) -> Any:
+    """The class of transformers with the parameters of our module."""
+    config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
+    twin = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
+    twin.load_state_dict({name.removeprefix("model."): value for name, value in ours.state_dict().items()})
+    return twin
+
+
+def test_images_come_first_in_a_sample_and_count_as_transformers_counts_them(tmp_path: Path) -> None:
+    network = load(tmp_path, "llava")
+    assert [spec.name for spec in network.inputs] == ["tokens", "image", "next_tokens"]
+    ours = network.build(seed=0)
+    reference = twin("llava", ours, "LlavaForConditionalGeneration")
+    tokens, labels, image = draw(2, 8), draw(2, 8, seed=2), torch.rand(2, 3, 28, 28)
+    marked = tokens.clone()
+    marked[:, :4] = 39  # a token for each of the patches
+    with torch.no_grad():
+        logits = reference(input_ids=marked, pixel_values=image).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        torch.testing.assert_close(ours(tokens, image, labels), expected, rtol=1e-5, atol=0)
+
+
+def test_a_sequence_too_short_for_an_image_is_refused(tmp_path: Path) -> None:
+    load(tmp_path, "llava")
+    with pytest.raises(InputError, match="--seq-len 5"):
+        load_network(f"hf:{tmp_path}", sequence_length=3).capture()
+
+
+def test_transcripts_have_the_loss_over_all_alignments(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2", **CONFIGS["wav2vec2"]}))
+    network = load_network(f"hf:{tmp_path}")
+    ours = network.build(seed=0)
+    reference = twin("wav2vec2", ours, "Wav2Vec2ForCTC")
+    sound, text = torch.randn(2, 16_000), draw(2, 32, low=1)
+    expected = reference(input_values=sound, labels=text).loss
+    found = ours(sound, text)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    (wanted,) = torch.autograd.grad(expected, reference.lm_head.weight)
+    torch.testing.assert_close(torch.autograd.grad(found, ours.model.lm_head.weight)[0], wanted, rtol=1e-4, atol=1e-6)
+    assert {node.op for node in network.capture().nodes} >= {CTC, CTC_BACKWARD}
+
+
+def test_infinite_settings_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model("mamba2", num_hidden_layers=1, vocab_size=40)
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert load_network(f"hf:{tmp_path}", sequence_length=8).family == "language"
