@@ -1,11 +1,13 @@
 """How many of the networks that libraries train are captured and planned.
 
-    python -m benchmarks.network_coverage [transformers|timm|torchvision] [--sample N] [--seconds S] [--out PAGE.md]
+    python -m benchmarks.network_coverage [transformers|timm|torchvision] [--sample N | --only NAME,…] [--seconds S]
+                                          [--results FILE.jsonl] [--out PAGE.md]
 
-Of transformers every model type that has a class with a loss is tried, with its default widths and two layers of each
-kind; of timm and torchvision the first network of every module. Each is planned for eight H100 in a process of its
-own, under a limit of processor time. Printed is one line a network; the page holds the counts and what failed. With
-`--sample` every so-manieth network is tried, so that N remain, the same ones each time.
+Of transformers every model type that has a class with a loss is tried, with its default widths and the fewest layers
+that show each kind; of timm and torchvision the first network of every module. Each is planned for eight H100 in a
+process of its own, under a limit of processor time. Printed is one line a network; the page holds the counts and what
+failed. `--sample` draws N networks of each library at random, the same ones each time; `--only` names some. `--results`
+appends the lines to a file, and leaves out the networks that it has: a run that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -13,29 +15,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import resource
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.networks.loading import load_network
 from planner.plans.request import PlanRequest
-from simulator.errors import MeshwrightError
+from simulator.errors import MeshwrightError, NetworkError
 from simulator.whole_file import write_whole
 
 HARDWARE, DEVICES, BATCH = "dgx-h100", 8, 64
-LENGTH = 256
+LENGTH, LENGTH_WITH_FEATURES = 256, 2048
+"""Tokens of a sample, and where images or sounds take some of them."""
 _DEPTHS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
     *("num_encoder_layers", "num_decoder_layers", "depth"),
 )
 """Settings of transformers that count layers."""
 _SHORT = 2
+_LONGEST = 8
+"""Layers that are taken at most to show each kind."""
+_WHOLE: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
+}
+"""Settings of model types whose defaults fit no network: they are those of published ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,25 +100,66 @@ LIBRARIES: dict[str, tuple[Callable[[], list[str]], str]] = {
 }
 
 
+def short_config(kind: str) -> Any:
+    """The default configuration of a model type with the fewest layers that show each kind of layer.
+
+    It is made from its settings, so that what transformers derives from the depth follows; where it refuses lists
+    that it had derived itself, they are left to it.
+    """
+    from transformers import AutoConfig
+
+    whole = AutoConfig.for_model(kind)
+    error: Exception | None = None
+    for with_lists in (False, True):
+        settings = _shorter(whole, with_lists)
+        _merge(settings, _WHOLE.get(kind, {}))
+        try:
+            return AutoConfig.for_model(kind, **settings)
+        except Exception as refused:  # noqa: BLE001 transformers raises whatever it likes
+            error = refused
+    raise NetworkError(f"{kind}: transformers refuses two layers: {error}; name what it needs in _WHOLE") from error
+
+
+def _shorter(config: Any, with_lists: bool) -> dict[str, Any]:
+    """Settings that make a configuration short: depths, lists of that length, and those of its parts."""
+    from transformers import PreTrainedConfig
+
+    found: dict[str, Any] = {}
+    held = {key: value for key, value in vars(config).items() if not key.startswith("_")}
+    for key in _DEPTHS:
+        count = held.get(key)
+        if not isinstance(count, int) or count <= _SHORT:
+            continue
+        lists = {name: value for name, value in held.items() if isinstance(value, list) and len(value) == count}
+        depth = max(map(_first_with_all, lists.values()), default=_SHORT)
+        found[key] = depth = max(min(depth, _LONGEST), _SHORT)
+        if with_lists or depth > _SHORT:
+            found |= {name: value[:depth] for name, value in lists.items() if name not in ("stage_names",)}
+    for name, part in held.items():
+        if isinstance(part, PreTrainedConfig):
+            found[name] = {"model_type": part.model_type, **_shorter(part, with_lists)}
+    return found
+
+
+def _first_with_all(kinds: list[Any]) -> int:
+    """Length of the shortest beginning of a list that has each of its values; values that all differ are no kinds."""
+    distinct = {str(kind) for kind in kinds}
+    if len(distinct) == len(kinds):
+        return _SHORT
+    return max(next(n for n, kind in enumerate(kinds, 1) if str(kind) == value) for value in distinct)
+
+
+def _merge(settings: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(settings.get(key), dict):
+            _merge(settings[key], value)
+        else:
+            settings[key] = value
+
+
 def write_short_config(kind: str, folder: str) -> None:
-    """Write the default configuration of a model type with two layers of each kind."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    def shorten(config: Any) -> None:
-        for key in _DEPTHS:
-            count = vars(config).get(key)
-            if isinstance(count, int) and count > _SHORT:
-                for name, value in list(vars(config).items()):
-                    if isinstance(value, list) and len(value) == count:
-                        setattr(config, name, value[:_SHORT])
-                setattr(config, key, _SHORT)
-        for part in vars(config).values():
-            if isinstance(part, PreTrainedConfig):
-                shorten(part)
-
-    config = AutoConfig.for_model(kind)
-    shorten(config)
-    config.save_pretrained(folder)
+    """Write `short_config` of a model type as a ``config.json``."""
+    short_config(kind).save_pretrained(folder)
 
 
 def tried(name: str, source: str, seconds: int) -> Outcome:
@@ -145,10 +196,12 @@ def _planned(name: str, source: str, folder: str) -> tuple[str, str]:
         if source == "hf":
             write_short_config(name, folder)
         spec = f"hf:{folder}" if source == "hf" else f"{source}:{name}"
-        tokens = load_network(spec).sequence_length
+        network = load_network(spec)
+        alone = all("token" in one.kind for one in network.inputs)
+        tokens = network.sequence_length and min(network.sequence_length, LENGTH if alone else LENGTH_WITH_FEATURES)
         request = PlanRequest(
             network=spec, hardware=HARDWARE, devices=DEVICES, global_batch=BATCH, top=1,
-            sequence_length=min(tokens, LENGTH) if tokens else None,
+            sequence_length=tokens,
         )  # fmt: skip
         result = plan_network(request)
         first = next((m for m in result.messages if "no sharding rule" in m), "")
@@ -186,14 +239,33 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")[:300]
 
 
-def outcomes_of(libraries: Sequence[str], sample: int | None, seconds: int) -> Iterator[Outcome]:
-    """Try the networks of some libraries one after the other."""
-    for library in libraries:
-        names, source = LIBRARIES[library]
-        found = names()
-        step = max(len(found) // sample, 1) if sample else 1
-        for name in found[::step][: sample or len(found)]:
-            yield tried(name, source, seconds)
+def drawn(library: str, sample: int | None) -> list[str]:
+    """Names of a library's networks, or of some of them, drawn the same way each time."""
+    names = LIBRARIES[library][0]()
+    return names if sample is None or sample >= len(names) else sorted(random.Random(0).sample(names, sample))
+
+
+def _known(results: Path | None) -> dict[str, Outcome]:
+    if results is None or not results.is_file():
+        return {}
+    found = (Outcome(**json.loads(line)) for line in results.read_text().splitlines())
+    return {outcome.network: outcome for outcome in found}
+
+
+def outcomes_of(names: Mapping[str, Sequence[str]], seconds: int, results: Path | None = None) -> Iterator[Outcome]:
+    """Try networks by library, one after the other, but for those that are in the results."""
+    known = _known(results)
+    for library in names:
+        source = LIBRARIES[library][1]
+        for name in names[library]:
+            outcome = known.get(f"{source}:{name}")
+            if outcome is None:
+                outcome = tried(name, source, seconds)
+                print(json.dumps(asdict(outcome)), flush=True)
+                if results is not None:
+                    with results.open("a") as file:
+                        file.write(json.dumps(asdict(outcome)) + "\n")
+            yield outcome
 
 
 def main() -> None:
@@ -201,15 +273,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", nargs="*", help=", ".join(LIBRARIES))
     parser.add_argument("--sample", type=int, help="networks of each library")
+    parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--seconds", type=int, default=120, help="processor time of one network")
+    parser.add_argument("--results", type=Path, help="JSON lines that are read and appended to")
     parser.add_argument("--out", default="", help="the page to write")
     given = parser.parse_args()
-    outcomes = []
-    for outcome in outcomes_of(given.libraries or list(LIBRARIES), given.sample, given.seconds):
-        print(json.dumps(asdict(outcome)), flush=True)
-        outcomes.append(outcome)
+    libraries = given.libraries or list(LIBRARIES)
+    only = given.only.split(",") if given.only else None
+    names = {library: only or drawn(library, given.sample) for library in libraries}
+    outcomes = list(outcomes_of(names, given.seconds, given.results))
     if given.out:
-        which = f"{given.sample} of each library, evenly over their lists" if given.sample else "All"
+        which = (
+            "Those of a list" if only else f"{given.sample} of each library, drawn at random" if given.sample else "All"
+        )
         write_whole(Path(given.out), page(outcomes, f"{which}, by `python -m benchmarks.network_coverage`."))
     sys.exit(any(outcome.outcome == "internal error" for outcome in outcomes))
 

@@ -136,6 +136,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         )
     settings, dropout = _without_dropout(settings, kind)
     notes: tuple[str, ...] = (f"dropout is left out ({', '.join(dropout)} of the config)",) if dropout else ()
+    notes += _quantised(path, config)
     if kind in WITH_EXPERTS:
         notes += (EXPERTS_NOTE,)
     predicted = _predicted(path, kind, settings, length)
@@ -234,6 +235,20 @@ def _without_dropout(settings: dict[str, Any], kind: str) -> tuple[dict[str, Any
     return {**settings, **dict.fromkeys(defaults, 0.0)}, removed
 
 
+def _quantised(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """A note where the weights of a checkpoint are stored in few bits: training does without them."""
+    value = config.get("quantization_config")
+    if not value:
+        return ()
+    if not isinstance(value, dict):
+        raise NetworkError(f"{path}: key 'quantization_config' is {value!r}; it must be an object, or left out")
+    bits = next((f" in {bits} bits" for bits in (4, 8) if value.get(f"load_in_{bits}bit")), "")
+    return (
+        f"quantization_config ({value.get('quant_method', 'no quant_method')}{bits}) is left out: all weights, frozen "
+        "ones too, are stored in the precision of the plan",
+    )
+
+
 def _windowed(settings: Mapping[str, Any], length: int) -> bool:
     """Whether tokens attend to some of those before them alone."""
     window = settings.get("sliding_window")
@@ -286,6 +301,7 @@ def _described(
     content += "" if adapters is None else f"\n{adapters!r}"
     facts: Facts = _built(lambda m: m.facts(str(path), kind, settings, architectures, sequence_length), str(path), kind)
     named = adapted or path
+    quantised = _quantised(path, config)
     dropout = (f"dropout is left out ({', '.join(facts.dropout)} of the config)",) if facts.dropout else ()
     return Network(
         name=named.parent.name if named.name in ("config.json", ADAPTER_CONFIG) and named.parent.name else named.stem,
@@ -300,7 +316,7 @@ def _described(
             _make_any, (str(path), str(adapted)), kind, settings, architectures, facts.sequence_length or 0, adapters
         ),
         content=content,
-        notes=dropout + ((EXPERTS_NOTE,) if facts.experts else ()) + notes,
+        notes=dropout + quantised + ((EXPERTS_NOTE,) if facts.experts else ()) + notes,
     )
 
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from planner.graph import cache
 from planner.networks.child import in_child
+from planner.networks.inputs import InputSpec
 from planner.networks.marks import Marks
-from planner.networks.network import InputSpec, Network
+from planner.networks.network import Network
 from simulator.errors import InputError
 from simulator.whole_file import write_whole
 

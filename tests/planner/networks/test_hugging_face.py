@@ -198,3 +198,20 @@ def test_what_transformers_refuses_names_the_file(tmp_path: Path) -> None:
     network = load(tmp_path, "gpt2", scale_attn_by_inverse_layer_idx=True)
     with pytest.raises(UnsupportedError, match="scale_attn_by_inverse_layer_idx"):
         network.capture()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_weights_in_few_bits_are_noted_and_change_no_graph(kind: str, tmp_path: Path) -> None:
+    config = {"model_type": kind, **CONFIGS["llama"], "num_hidden_layers": 1}
+    plain = load_network(f"hf:{write(tmp_path, config)}", sequence_length=10)
+    quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    graphs = [n.capture() for n in (plain, load_network(f"hf:{write(tmp_path, quantised)}", sequence_length=10))]
+    assert graphs[0].nodes == graphs[1].nodes
+    more = set(graphs[1].notes) - set(graphs[0].notes)
+    assert ["bitsandbytes in 4 bits" in note and "left out" in note for note in more] == [True]
+
+
+def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    place = write(tmp_path, {"model_type": "llama", **CONFIGS["llama"], "quantization_config": "nf4"})
+    with pytest.raises(NetworkError, match="quantization_config"):
+        load_network(f"hf:{place}")
