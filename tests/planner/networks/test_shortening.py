@@ -69,7 +69,9 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("kinds", PATTERNS)
+@pytest.mark.parametrize(
+    "kinds", [pytest.param(kinds, marks=[pytest.mark.slow] if len(kinds) > 13 else []) for kinds in PATTERNS]
+)
 def test_a_pattern_is_captured_a_few_times_and_the_graph_is_that_of_the_whole(kinds: tuple[int, ...]) -> None:
     assert shorten(Layers(kinds)) == {"layers": PATTERNS[kinds]}
     network = network_of(Layers(kinds), torch.zeros(2, 3))
