@@ -31,8 +31,11 @@ class LeastDevices:
     proven: bool
 
 
-def why_infeasible(search: Configured, pins: Pins, explored: Explored) -> str:
-    """Which limit binds on which stage, by how much, and the nearest changes with which a plan was found."""
+def why_infeasible(search: Configured, pins: Pins, explored: Explored, *, changes: bool = True) -> str:
+    """Which limit binds on which stage, by how much, and the nearest changes with which a plan was found.
+
+    Without `changes` none is searched.
+    """
     limit = search.hardware.device_memory_bytes
     if not explored.unfit:
         return (
@@ -47,10 +50,12 @@ def why_infeasible(search: Configured, pins: Pins, explored: Explored) -> str:
         if over
         else f"more than the {bytes_text(limit)} of a device, however its stages are cut"
     )
-    changes = [change for change, _ in zip(_changes(search, pins), range(CHANGES), strict=False)]
     if not changes:
+        return text
+    nearest = [change for change, _ in zip(_changes(search, pins), range(CHANGES), strict=False)]
+    if not nearest:
         return f"{text}; use devices with more memory, a smaller network or a shorter --seq-len"
-    return f"{text}; it would fit {', or '.join(changes)}"
+    return f"{text}; it would fit {', or '.join(nearest)}"
 
 
 def _where(unfit: Unfit) -> str:

@@ -138,6 +138,7 @@ def plan_network(
     shared: SharedTables | None = None,
     patience: Patience | None = None,
     cores: int = 1,
+    changes: bool = True,
 ) -> PlanResult:
     """Search the best plans of a request.
 
@@ -154,11 +155,14 @@ def plan_network(
     A KeyboardInterrupt during the search ends it with the best plan so far, and is raised where there is none;
     a `patience` that listens lets the search find one.
 
+    Without `changes` `PlanResult.infeasible` says which limit binds, not with which changes a plan is found, as each
+    change is a search of its own.
+
     Where the request's software has one mode of recomputation for the whole network, and the best plans have several,
     each mode is searched by itself as well.
     """
     patience = patience or Patience()
-    result = _planned(request, graph=graph, shared=shared, patience=patience, cores=cores)
+    result = _planned(request, graph=graph, shared=shared, patience=patience, cores=cores, changes=changes)
     modes = uniform_modes(request)
     if not modes or not result.candidates or result.interrupted:
         return result
@@ -174,6 +178,7 @@ def plan_network(
             shared=shared,
             patience=patience,
             cores=cores,
+            changes=changes,
         )
         for mode in modes
     ]
@@ -221,6 +226,7 @@ def _planned(
     shared: SharedTables | None = None,
     patience: Patience,
     cores: int,
+    changes: bool,
 ) -> PlanResult:
     setting = setting_of(request, graph, shared, patience)
     pins, hardware, graph = setting.pins, setting.search.hardware, setting.search.graph
@@ -258,7 +264,7 @@ def _planned(
             *((found.explored.dense,) if found is not None and found.explored.dense else ()),
         ),
         simulation_s=searched.timings["rescoring"] + refining,
-        infeasible="" if ranked else _no_plan(setting.space, one, found),
+        infeasible="" if ranked else _no_plan(setting.space, one, found, changes=changes),
         timings=timings,
         shadow_prices=found.prices if found else None,
         pin_costs=searched.pin_costs,
@@ -481,11 +487,11 @@ def _refined(
     return [best, *ranked[1:]], False
 
 
-def _no_plan(space: Space, one: OneStage, found: FoundConfigurations | None) -> str:
+def _no_plan(space: Space, one: OneStage, found: FoundConfigurations | None, *, changes: bool) -> str:
     return (
         why_one_stage_does_not_fit(space, one.misfits)
         if found is None
-        else why_infeasible(found.search, found.pins, found.explored)
+        else why_infeasible(found.search, found.pins, found.explored, changes=changes)
     )
 
 

@@ -7,6 +7,7 @@ becomes a network, pins that leave the search nothing to choose, and the softwar
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -46,7 +47,14 @@ OWN_SAMPLES = Exchange(cross_batch=True)
 ROUNDED = 0.01
 """Part of its width by which a network may be planned wider or narrower, so that its heads divide it."""
 MEGATRON_BUCKET, MEGATRON_BUCKET_OF_RANK = 40e6, 1e6
-PYTORCH_BUCKET_MB = 25
+DEEPSPEED_BUCKET = 5e8
+"""Elements (``reduce_bucket_size`` of DeepSpeed's configuration)."""
+BUCKETS_MB: Mapping[Stack, int] = {
+    Stack.EAGER: 25, Stack.COMPILED: 25, Stack.CHANNELS_LAST: 25, Stack.PADDLE: 25, Stack.MINDSPORE: 64,
+    Stack.TENSORFLOW: 64,
+}  # fmt: skip
+"""``bucket_cap_mb`` of PyTorch's and ``comm_buffer_size`` of Paddle's ``DataParallel``, the threshold of MindSpore's
+``comm_fusion`` and of Horovod's ``HOROVOD_FUSION_THRESHOLD``."""
 LARGEST_BUCKET_MB = SIZES["bucket_mb"][1]
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
@@ -242,17 +250,19 @@ def _messages(setup: TrainingSetup, sharding: OptimizerSharding) -> dict[str, st
 
     DeepSpeed reduces ``reduce_bucket_size`` elements at once. Megatron-Core makes buckets of 40 million elements, or
     of a million for each rank where that is more, and one bucket of all where messages do not overlap
-    (``distributed/distributed_data_parallel.py``). ``DistributedDataParallel`` has ``bucket_cap_mb=25``.
+    (``distributed/distributed_data_parallel.py``), and so does MindSpeed. `BUCKETS_MB` has the others.
     """
     elements = setup.reduce_bucket_elements
-    if setup.stack in (Stack.MEGATRON, Stack.TRANSFORMER_ENGINE) and not elements:
+    if setup.stack is Stack.DEEPSPEED and not elements:
+        elements = DEEPSPEED_BUCKET
+    if setup.stack in (Stack.MEGATRON, Stack.TRANSFORMER_ENGINE, Stack.MINDSPEED) and not elements:
         elements = max(MEGATRON_BUCKET, MEGATRON_BUCKET_OF_RANK * setup.dp) if setup.overlap_gradients else inf
     pins = {} if sharding is OptimizerSharding.NONE else {"sharding_threshold_kb": "0"}
     if elements:
         each = 4 if setup.precision in ("fp32", "tf32") else 2
         pins["bucket_mb"] = str(round(max(1.0, min(elements * each / 2**20, LARGEST_BUCKET_MB))))
-    elif setup.stack in (Stack.EAGER, Stack.COMPILED, Stack.CHANNELS_LAST):
-        pins["bucket_mb"] = str(PYTORCH_BUCKET_MB)
+    elif setup.stack in BUCKETS_MB:
+        pins["bucket_mb"] = str(BUCKETS_MB[setup.stack])
     return pins
 
 

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,7 +32,7 @@ Outcome = RunPrediction | MeshwrightError
 UNLIMITED_BYTES = 10**14
 """Memory of a device on which every plan fits."""
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_GROUP = 24
+_GROUP = 100
 """Runs of one network that one process predicts in a row."""
 
 
@@ -40,7 +41,6 @@ class Workplace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._profiles: dict[tuple[str, bool, bool], str] = {}
 
     def request(self, run: PinnedRun, *, limited: bool = True) -> PlanRequest:
         """The request of a run, on the shipped profile or on one with memory for any plan."""
@@ -73,16 +73,19 @@ class Workplace:
         """The shipped profile, or one with memory for any plan, or whose float32 products run in TF32."""
         if limited and not run.tf32:
             return run.hardware
-        key = (run.hardware, limited, run.tf32)
-        if key not in self._profiles:
-            content = yaml.safe_load(profile_text(run.hardware)[0])
-            if not limited:
-                content["device"]["memory_bytes"]["value"] = UNLIMITED_BYTES
-            narrow = content["kernels"].get("convolution", {}).get("peak_flops", {})
-            if run.tf32 and "float32" in narrow:
-                content["device"]["peak_flops"]["float32"] = dict(narrow["float32"])
-            self._profiles[key] = self.file(run.hardware, yaml.safe_dump(content))
-        return self._profiles[key]
+        return self.file(run.hardware, _changed_profile(run.hardware, limited=limited, tf32=run.tf32))
+
+
+@lru_cache(maxsize=64)
+def _changed_profile(name: str, *, limited: bool, tf32: bool) -> str:
+    """The text of a shipped profile with memory for any plan, or whose float32 products run in TF32."""
+    content = yaml.safe_load(profile_text(name)[0])
+    if not limited:
+        content["device"]["memory_bytes"]["value"] = UNLIMITED_BYTES
+    narrow = content["kernels"].get("convolution", {}).get("peak_flops", {})
+    if tf32 and "float32" in narrow:
+        content["device"]["peak_flops"]["float32"] = dict(narrow["float32"])
+    return str(yaml.safe_dump(content))
 
 
 def network_key(run: PinnedRun) -> tuple[str, ...]:
@@ -104,7 +107,7 @@ class Planner:
         request = self.workplace.request(run, limited=limited)
         if self._shared is None or self._key != network_key(run):
             self._key, self._shared = network_key(run), SharedTables(capture_for(request))
-        return plan_network(request, shared=self._shared)
+        return plan_network(request, shared=self._shared, changes=False)
 
     def predict(self, run: PinnedRun) -> RunPrediction:
         """Time and memory of a run, whether or not it fits.
@@ -189,6 +192,9 @@ def _predicted(runs: Sequence[PinnedRun], cores: int) -> Iterator[tuple[PinnedRu
     groups: dict[tuple[str, ...], list[PinnedRun]] = {}
     for run in runs:
         groups.setdefault(network_key(run), []).append(run)
+    for group in groups.values():
+        # Runs on one mesh at one micro-batch share tables.
+        group.sort(key=lambda run: (run.hardware, run.precision, run.software, run.devices, run.pins))
     parts = [group[start : start + _GROUP] for group in groups.values() for start in range(0, len(group), _GROUP)]
     with tempfile.TemporaryDirectory() as folder:
         if cores == 1 or len(parts) < 2:

@@ -285,6 +285,8 @@ def test_what_does_not_fit_says_the_limit_the_excess_and_what_would_fit(tmp_path
     assert "device memory binds" in result.infeasible
     assert "of 2.00 MiB" in result.infeasible
     assert "too much" in result.infeasible
+    brief = plan_network(replace(TINY, hardware=hardware, devices=2), changes=False).infeasible
+    assert result.infeasible.startswith(f"{brief}; it would fit")
     words = result.infeasible.split()
     enough = int(words[words.index("on", words.index("fit")) + 1])
     assert planned(replace(TINY, hardware=hardware, devices=enough)).candidates
