@@ -8,13 +8,14 @@ INSTALLED := $(VENV)/.installed
 JOBS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow fuzz judges lint format types bench compatibility clean
+.PHONY: help demo test slow docs fuzz judges lint format types bench compatibility clean
 
 help:
 	@echo "make demo    set up, calibrate this machine, plan, run for real, write reports/out/demo.html"
 	@echo "make test    set up and run the test suite"
 	@echo "make slow    the tests that take more than a few seconds each"
 	@echo "make judges  Megatron-LM, torchtitan, DeepSpeed and Accelerate judge exported files (Python 3.12, about 6 GB)"
+	@echo "make docs    build the documentation as a site in build/site"
 	@echo "make fuzz    a million mutated inputs for every parser"
 	@echo "make lint    ruff, lint and format"
 	@echo "make types   mypy, strict"
@@ -52,6 +53,9 @@ else
 judges: $(INSTALLED) $(JUDGES)/.installed
 	MESHWRIGHT_JUDGES=$(abspath $(JUDGES))/bin/python $(BIN)/python -m pytest -m slow tests/judges
 endif
+docs: $(INSTALLED)
+	$(BIN)/zensical build --strict
+
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzzing
 
