@@ -310,12 +310,24 @@ class PassWriter(GradientWriter):
 
     def _gather_ahead(self) -> None:
         """Parameters that stay for the step, in fused messages, before the pass has its input."""
-        named = [(n, value) for n, unit in enumerate(self.units) for value in unit.gathers.get(Phase.FORWARD, ())]
+        named: list[tuple[int, Wanted]] = []
+        again: list[tuple[int, int, str]] = []
+        first: dict[str, int] = {}
+        for number, unit in enumerate(self.units):
+            for value in unit.gathers.get(Phase.FORWARD, ()):
+                holder = first.setdefault(value[2], number)
+                # Equal layers are one object and have parameters of their own; what other units share comes once.
+                if self.units[holder] is unit:
+                    named.append((number, value))
+                else:
+                    again.append((number, holder, value[2]))
         for (stream, tasks, _), places in self._gathering([value for _, value in named]):
             at = self.add(tasks, stream, [], ahead=True)
             for place in places:
                 number, (*_, name) = named[place]
                 self.arrivals[number][name] = at
+        for number, holder, name in again:
+            self.arrivals[number][name] = self.arrivals[holder][name]
 
     def _gather_units(self, number: int) -> None:
         """When a unit begins, gather what the next one needs; the first unit's own come before the pass has its input.

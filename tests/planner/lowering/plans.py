@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -12,11 +12,13 @@ from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
 from planner.plans.hints import Hint, hint
-from planner.plans.plan import Certificate, Chunk, Plan, RecomputeRange, Status
+from planner.plans.plan import Certificate, Chunk, NodeRules, Plan, RecomputeRange, Status
 from planner.plans.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.hints import constrained
+from planner.search.problem.problem import Problem
 from planner.search.problem.solution import node_rules
+from planner.sharding.placement import Mesh
 from simulator.profiles import load_profile
 from simulator.schedules import make_schedule
 from tests.planner.search.problems import captured, make_mesh, make_problem
@@ -51,26 +53,50 @@ def one_stage(
     problem = make_problem(
         graph, make_mesh(**dict(axes)), batch=micro_batch * data, micro_batches=micro_batches, storage=storage
     )
-    rules, ranges = node_rules(problem, fastest(constrained(problem, hints) if hints else problem))
     loaded = load_network(f"zoo:{network}")
-    return Plan(
+    return fastest_plan(
+        constrained(problem, hints) if hints else problem,
         network=loaded.spec,
         fingerprint=graph.fingerprint,
         sequence_length=loaded.sequence_length,
-        hardware=HARDWARE,
-        hardware_hash=load_profile(HARDWARE).hash,
-        precision="fp32",
-        optimizer="adamw",
-        global_batch=micro_batch * data * micro_batches,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        mesh=problem.setting.costs.mesh,
-        rules=rules,
-        layers=ranges,
-        optimizer_sharding="zero1" if storage == "sharded" else "none",
-        bucket_bytes=25 * 2**20,
-        certificate=CERTIFICATE,
     )
+
+
+def fastest_plan(problem: Problem, **fields: Any) -> Plan:
+    """The fastest strategies of a problem as a plan on one stage."""
+    rules, layers = node_rules(problem, fastest(problem))
+    setting, samples = problem.setting, problem.graph.batch_size
+    mesh = setting.costs.mesh
+    data = next((axis.size for axis in mesh.axes if axis.name == "data"), 1)
+    given: dict[str, Any] = {
+        "layers": layers,
+        "global_batch": samples * setting.micro_batches,
+        "micro_batch": samples // data,
+        "micro_batches": setting.micro_batches,
+        "optimizer_sharding": "none" if setting.storage == "replicated" else "zero1",
+    }
+    return plan_of(rules, mesh, **given | fields)
+
+
+def plan_of(rules: Mapping[str, NodeRules], mesh: Mesh, **fields: Any) -> Plan:
+    """A plan on one stage with these strategies of operators; one sample and micro-batch where nothing else is said."""
+    given: dict[str, Any] = {
+        "network": "zoo:gpt2-tiny",
+        "fingerprint": "",
+        "sequence_length": None,
+        "hardware": HARDWARE,
+        "hardware_hash": load_profile(HARDWARE).hash,
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "global_batch": 1,
+        "micro_batch": 1,
+        "micro_batches": 1,
+        "layers": (),
+        "optimizer_sharding": "none",
+        "bucket_bytes": 25 * 2**20,
+        "certificate": CERTIFICATE,
+    }
+    return Plan(**given | fields, rules=rules, mesh=mesh)
 
 
 def pipelined(
