@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -23,15 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.cost.work import optimizer
-from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
-from planner.graph.scaling import at_batch, at_precision
-from planner.lowering import lower_graph, lowering_options
+from planner.graph.scaling import at_precision
+from planner.lowering import pass_operators
 from planner.networks import load_network
 from planner.planning.analytic import analytic_breakdown, differing_term
 from planner.planning.configured import Configured
 from planner.planning.prediction import predict_plan
-from planner.plans.plan import Certificate, Plan, Status, expanded_rules
+from planner.plans.plan import Certificate, Plan, Status
 from planner.plans.request import Pins
 from planner.search.configurations.explored import Placed
 from planner.search.configurations.space import configurations
@@ -39,11 +39,8 @@ from planner.search.configurations.step_model import Configuration
 from planner.search.problem.unaligned import aligned
 from planner.search.stages.partition import partition
 from planner.search.stages.task import simplified
-from simulator import fast_engine
-from simulator.contention import segment_transfers
 from simulator.errors import MeshwrightError
 from simulator.profiles import load_profile
-from simulator.timing import task_times
 
 BUCKET_BYTES = 25 * 2**20
 AMPLE_BYTES = 1e15
@@ -155,18 +152,10 @@ def planned(search: Configured, placed: Placed) -> Plan:
     return search.plan(placed, proof)
 
 
-def contention_s(search: Configured, plan: Plan) -> float:
+def contention_s(search: Configured, plan: Plan, step_time_s: float) -> float:
     """Seconds that messages lose to each other on links that they share."""
-    if plan.pipeline > 1:
-        return 0.0
-    graph, hardware = search.graph, search.hardware
-    unfolded = unfold(at_batch(graph, plan.micro_batch * plan.degree("data")))
-    program = lower_graph(unfolded, expanded_rules(plan), lowering_options(plan, graph)).program
-    times = task_times(program, hardware)
-    if not any(segment_transfers(program, hardware, number, seconds) for number, seconds in enumerate(times)):
-        return 0.0
-    alone = fast_engine.replay(program, times, overlaps_communication=hardware.overlaps_communication)
-    return fast_engine.simulate(program, hardware).step_time_s - alone.step_time_s
+    with patch.object(pass_operators, "message_transfers", lambda *_: None):
+        return step_time_s - predict_plan(plan, search.graph, search.hardware).step_time_s
 
 
 def rows(case: Case, samples: int, seed: int) -> Iterator[dict[str, object]]:
@@ -184,7 +173,7 @@ def rows(case: Case, samples: int, seed: int) -> Iterator[dict[str, object]]:
             continue
         analytic = analytic_breakdown(placed, search.model())
         difference = placed.objective_s / found.step_time_s - 1
-        contended = abs(difference) > 0.05 and contention_s(search, plan) > 0.01 * found.step_time_s
+        contended = abs(difference) > 0.05 and contention_s(search, plan, found.step_time_s) > 0.01 * found.step_time_s
         parts = {name: analytic[name] - seconds for name, seconds in found.breakdown.items()}
         yield {
             "case": str(case), "pp": c.pipeline, "v": c.virtual, "dp": c.data, "cp": c.context, "ep": c.expert,

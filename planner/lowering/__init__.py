@@ -1,14 +1,8 @@
-"""A plan becomes a program: local operators and explicit collectives, in order, with their buffers.
+"""A plan becomes a program: local operators and explicit collectives, in order, with the memory that they take.
 
-What is simulated and what is executed both come from here. A step is a chain of segments, one
-micro-batch each: the first gathers parameters that are stored sharded, the last synchronises the
-accumulated gradients in fused messages beside the backward pass and updates the stored shards. Units may
-compute again, and parameters be gathered unit by unit. Plans with pipeline stages are lowered one unit of
-each kind at a time (`planner.lowering.pipeline`), by the same rules.
+What is simulated and what is executed both come from here, pass by pass of the chunks of every pipeline rank; a plan on
+one stage is a pipeline of one rank. The first micro-batch gathers parameters that are stored sharded, the last one
+synchronises the accumulated gradients in fused messages beside the backward pass, and the stored shards are updated
+behind it. `planner.lowering.pipeline` writes one unit of each kind, to be timed; `planner.lowering.stages` writes every
+unit, to be executed.
 """
-
-from planner.lowering.options import lowering_options
-from planner.lowering.placed import LoweringOptions
-from planner.lowering.program import lower_graph
-
-__all__ = ["LoweringOptions", "lower_graph", "lowering_options"]

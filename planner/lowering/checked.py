@@ -1,21 +1,19 @@
-"""Plans from outside: checked against the network they are for, then lowered."""
+"""Plans from outside, checked against the network they are for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from planner.cost.software import fusion_of
-from planner.graph.folding import block_index, template_name, unfold
+from planner.graph.folding import block_index, template_name
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
-from planner.lowering import lower_graph, lowering_options
-from planner.lowering.instructions import LoweredPlan
 from planner.networks import load_network
-from planner.plans.plan import NodeRules, Plan, expanded_rules
+from planner.plans.plan import NodeRules, Plan
 from planner.plans.request import PRECISIONS
 from planner.sharding.context import context_rules
 from planner.sharding.rules import Rule, rules_for
-from simulator.errors import InputError, StrategyError, UnsupportedError
+from simulator.errors import InputError, StrategyError
 
 
 def precision_dtype(name: str) -> str:
@@ -47,32 +45,6 @@ def checked_graph(plan: Plan, graph: OperatorGraph | None = None, *, precision: 
     found = at_precision(at_batch(captured(plan, graph), plan.samples), dtype)
     check_rules(plan, found)
     return found
-
-
-def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | None = None) -> LoweredPlan:
-    """Lower a plan on one stage to the program that is simulated and the instructions that are executed.
-
-    Parameters
-    ----------
-    graph : OperatorGraph, optional
-        The network's graph at any batch; captured where it is not given.
-    precision : str, optional
-        Another precision than the plan's (``"fp64"`` to check equality with one process).
-
-    Raises
-    ------
-    StrategyError
-        If the plan is of another network, or a strategy in it is not one its operator can take.
-    UnsupportedError
-        If the plan has pipeline stages.
-    """
-    if plan.pipeline * plan.virtual > 1:
-        raise UnsupportedError(
-            f"{plan.network}: a plan with {plan.pipeline} pipeline ranks has no single program; simulate it with "
-            "`meshwright simulate`, or plan with --pin pp=1"
-        )
-    found = checked_graph(plan, graph, precision=precision)
-    return lower_graph(unfold(found), expanded_rules(plan), lowering_options(plan, found))
 
 
 def fits_copies(plan: Plan, graph: OperatorGraph) -> bool:

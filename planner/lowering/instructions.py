@@ -1,8 +1,7 @@
 """What one rank does in a step, in order: the executor runs these, the simulator times their tasks.
 
-Lowering makes one instruction for each task of a `simulator.program.Program` segment, at the same
-position. Values are local tensors, by name. Everything is the same on every rank; what differs
-(which chunk a rank keeps) follows from its mesh coordinates.
+Every instruction of a pass has a task that the simulator times. Values are local tensors, by name. Everything is the
+same on every rank of a stage; what differs (which chunk a rank keeps) follows from its mesh coordinates.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.rules import Rule
 from planner.sharding.sequence import SequenceCut
-from simulator.program import Collective, Program, Task
+from simulator.program import Collective, Task
 from simulator.schedules import ActionKind, Schedule
 
 
@@ -194,42 +193,6 @@ class LoweredInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoweredPlan:
-    """A plan ready to be simulated and executed.
-
-    ``instructions[s][t]`` belongs to ``program.segments[s].tasks[t]``, which also says which values
-    to free after it. ``loss`` is a replicated scalar at the end of each micro-batch. ``start`` runs once, before the
-    first step. ``host_parameters`` are the values of parameters that lie in the memory of the host, or in
-    files that it maps if they are among ``disk_parameters``. With ``copies`` a
-    segment runs as many batches of the graph's size in turn: ``inputs`` and ``loss`` name the values of the first,
-    `value_of_copy` those of the others, and ``micro_batches`` counts every one of them.
-    """
-
-    graph: OperatorGraph
-    mesh: Mesh
-    program: Program
-    instructions: tuple[tuple[Instruction, ...], ...]
-    parameters: tuple[StoredParameter, ...]
-    inputs: tuple[LoweredInput, ...]
-    loss: str
-    micro_batches: int
-    offload_optimizer: bool = False
-    offload_to: str = "host"
-    host_parameters: tuple[str, ...] = ()
-    disk_parameters: tuple[str, ...] = ()
-    start: tuple[Instruction, ...] = ()
-    copies: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Devices of the mesh."""
-        return self.mesh.size
-
-
-# Plans with pipeline stages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
     """A tensor that goes from stage to stage: its value's name, and its shape and type on one rank.
 
@@ -299,7 +262,7 @@ class RankInstructions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoweredStages:
-    """A plan with pipeline stages ready to be executed; ``loss`` is a replicated scalar on the last stage.
+    """A plan ready to be executed; ``loss`` is a replicated scalar on the last stage.
 
     With ``copies`` names are those of the first copy of a micro-batch, and ``micro_batches`` counts every copy.
     """

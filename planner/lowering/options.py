@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,8 +10,9 @@ from planner.cost.work import optimizer
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.placed import LoweringOptions
+from planner.lowering.replicas import data_axis, replicated_rules, with_replicas
 from planner.networks.marks import Swap
-from planner.plans.plan import Plan
+from planner.plans.plan import NodeRules, Plan
 from simulator.errors import StrategyError
 
 T = TypeVar("T")
@@ -43,6 +44,17 @@ def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
         exchange=plan.exchange,
         copies=plan.copies,
     )
+
+
+def spread(
+    graph: OperatorGraph, rules: Mapping[str, NodeRules], options: LoweringOptions
+) -> tuple[LoweringOptions, Mapping[str, NodeRules]]:
+    """Split the data axis in options and rules where only a part of it shares shards."""
+    place = data_axis(options.mesh)
+    if not options.shard_size or (place is not None and options.mesh.axes[place].size == options.shard_size):
+        return options, rules
+    mesh = with_replicas(options.mesh, options.shard_size)
+    return replace(options, mesh=mesh, shard_size=0), replicated_rules(graph, rules, options.mesh)
 
 
 def recompute_modes(plan: Plan, names: Sequence[str]) -> dict[str, str]:

@@ -6,15 +6,11 @@ message of a few bytes on every axis tells the others, and the scale of the next
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from planner.cost.work import NARROW_RANGE
-from planner.lowering.blueprint import NO_VALUES, Block, Blueprint, Shared, shared
-from planner.lowering.copies import NOBODY
-from planner.lowering.instructions import CheckGradients, SettleScale, all_reduced
 from planner.lowering.placed import PlacedGraph
-from planner.lowering.writer import Draft
-from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Task
+from simulator.program import Collective, Kernel, Phase, Task
 
 FLAG = "gradients that are no numbers"
 FLAG_BYTES = 4
@@ -60,31 +56,3 @@ def flag_messages(source: PlacedGraph) -> Iterator[tuple[int, Task]]:
                 payload_bytes=float(FLAG_BYTES),
             )
             yield number, task
-
-
-def check_blocks(blueprint: Blueprint, parameters: Sequence[int], gradients: Shared) -> Iterator[Block]:
-    """Write what a plan on one stage runs before its updates, given parameters by node with their gradients."""
-    source, names = blueprint.source, blueprint.names
-    size = sum(source.local_bytes(source.graph.nodes[i].outputs[0], source.stored[i]) for i in parameters)
-    check = CheckGradients(gradients=tuple([names[value] for value in gradients.values.tolist()]), target=FLAG)
-    yield _block(blueprint, Draft(check_task(float(size)), check, (), (_flag(FLAG),)), gradients)
-    told = FLAG
-    for axis, task in flag_messages(source):
-        before, told = told, f"{told}@{task.axis}"
-        message = all_reduced(axis, [before], [told])
-        yield _block(blueprint, Draft(task, message, (), (_flag(told),)), _use(blueprint, before))
-    yield _block(blueprint, Draft(settle_task(), SettleScale(source=told), (), ()), _use(blueprint, told))
-
-
-def _block(blueprint: Blueprint, draft: Draft, reads: Shared) -> Block:
-    (made,) = draft.writes or (None,)
-    number = blueprint.add(draft, NOBODY, reads, _use(blueprint, made.name) if made else NO_VALUES)
-    return Block(number, number + 1)
-
-
-def _use(blueprint: Blueprint, name: str) -> Shared:
-    return shared([blueprint.value(name, NOBODY)], [NOBODY])
-
-
-def _flag(name: str) -> Buffer:
-    return Buffer(name=name, size_bytes=FLAG_BYTES, kind=BufferKind.COMMUNICATION)

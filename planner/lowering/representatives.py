@@ -11,11 +11,9 @@ from planner.graph.chain import Boundary, Chain, chain
 from planner.graph.folding import run_start, template_name, unfold
 from planner.graph.operator_graph import OperatorGraph, Run, TensorRef
 from planner.graph.scaling import at_batch
-from planner.lowering.copies import Copies, Row, UnalikeError
 from planner.lowering.groups import message_groups, trained_names
-from planner.lowering.options import keeps_messages, lowering_options, recompute_modes, swaps
+from planner.lowering.options import keeps_messages, lowering_options, recompute_modes, spread, swaps
 from planner.lowering.placed import LoweringOptions, PlacedGraph
-from planner.lowering.program import spread
 from planner.plans.plan import LayerRules, NodeRules, Plan, expanded_rules
 from planner.sharding.placement import PARTIAL, Placements
 from simulator.errors import StrategyError
@@ -24,19 +22,22 @@ Edge = tuple[object, object, object]
 """A layer between two states: what lies before it, its own kind, and what lies behind it."""
 
 
+class UnalikeError(StrategyError):
+    """The units of a shallow network cannot stand for those of the whole."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Representatives:
-    """Few units that stand for all: ``names`` are these, in model order, ``chain`` is that of the shallow network."""
+    """Few units that stand for all.
+
+    ``names`` are all units in model order, ``chain`` is that of the shallow network, and ``of_unit`` has its unit that
+    each of ``names`` is like.
+    """
 
     source: PlacedGraph
     chain: Chain
     names: tuple[str, ...]
-    copies: Copies
-
-    @property
-    def of_unit(self) -> tuple[int, ...]:
-        """The unit of ``chain`` that each of ``names`` is like."""
-        return self.copies.of_unit
+    of_unit: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ def _whole(plan: Plan, graph: OperatorGraph) -> Representatives:
     whole = unfold(at_batch(graph, plan.samples))
     options, rules = spread(whole, expanded_rules(plan), lowering_options(plan, graph))
     found = chain(whole)
-    copies = Copies(of_unit=tuple(range(len(found.units))))
+    of_unit = tuple(range(len(found.units)))
     return Representatives(
-        source=PlacedGraph(whole, rules, options, found), chain=found, names=found.names(), copies=copies
+        source=PlacedGraph(whole, rules, options, found), chain=found, names=found.names(), of_unit=of_unit
     )
 
 
@@ -90,8 +91,7 @@ def _shortened(plan: Plan, graph: OperatorGraph) -> Representatives:
     short = replace(plan, layers=kinds.short_layers(kept))
     unfolded, found = _shallow(_Same(graph), tuple(len(kept[run.prefix].layers) for run in graph.runs))
     unfolded = at_batch(unfolded, plan.samples)
-    copies = _copies(deep, kept)
-    of_unit = copies.of_unit
+    of_unit = _of_unit(deep, kept)
     if max(of_unit) != len(found.units) - 1:
         raise UnalikeError(
             f"{plan.network}: {len(found.units)} units of the shallow network do not stand for those of the whole"
@@ -105,7 +105,8 @@ def _shortened(plan: Plan, graph: OperatorGraph) -> Representatives:
         groups=kinds.short_groups(kept) if groups else None,
     )
     options, rules = spread(unfolded, expanded_rules(short), options)
-    return Representatives(source=PlacedGraph(unfolded, rules, options, found), chain=found, names=names, copies=copies)
+    source = PlacedGraph(unfolded, rules, options, found)
+    return Representatives(source=source, chain=found, names=names, of_unit=of_unit)
 
 
 class _Same:
@@ -305,10 +306,9 @@ def _cover(edges: Sequence[Edge]) -> _Kept:
     return _Kept(tuple(walk), tuple(first[edge] for edge in edges))
 
 
-def _copies(deep: Chain, kept: Mapping[str, _Kept]) -> Copies:
-    """The unit of the shallow chain that each unit in model order is like, and the rows that are shorter there."""
+def _of_unit(deep: Chain, kept: Mapping[str, _Kept]) -> tuple[int, ...]:
+    """The unit of the shallow chain that each unit in model order is like."""
     found: list[int] = []
-    rows: list[Row] = []
     base = 0
     done: dict[int, int] = {}
     for unit in deep.units:
@@ -316,14 +316,10 @@ def _copies(deep: Chain, kept: Mapping[str, _Kept]) -> Copies:
             found += [base] * unit.count
             base += 1
             continue
-        prefix = deep.heads[unit.run][0]
-        run = kept[prefix]
+        run = kept[deep.heads[unit.run][0]]
         begin = done.get(unit.run, 0)
         found += [base + place for place in run.places[begin : begin + unit.count]]
         done[unit.run] = begin + unit.count
         if done[unit.run] == len(run.places):
-            if len(run.layers) < len(run.places):
-                layers = range(len(found) - len(run.places), len(found))
-                rows.append(Row(prefix=prefix, shallow=range(base, base + len(run.layers)), deep=layers))
             base += len(run.layers)
-    return Copies(of_unit=tuple(found), rows=tuple(rows))
+    return tuple(found)

@@ -35,11 +35,10 @@ from planner.lowering.instructions import (
     value_of_copy,
     written_values,
 )
-from planner.lowering.options import lowering_options
+from planner.lowering.options import lowering_options, spread
 from planner.lowering.overflow import FLAG, checks_gradients, flag_messages
 from planner.lowering.pipeline import chunk_units, plan_schedule
 from planner.lowering.placed import PlacedGraph
-from planner.lowering.program import spread
 from planner.lowering.start import start_instructions
 from planner.lowering.sums import summed
 from planner.lowering.unit_work import UnitWork, units_work

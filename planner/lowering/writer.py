@@ -51,31 +51,6 @@ class Draft:
     """The unit whose pass this is in."""
 
 
-def finished(task: Task, after: tuple[int, ...], allocates: tuple[Buffer, ...], releases: tuple[str, ...]) -> Task:
-    """Complete a draft's task; written out because `dataclasses.replace` is several times slower."""
-    return Task(
-        name=task.name,
-        phase=task.phase,
-        stream=task.stream,
-        after=after,
-        kernel=task.kernel,
-        dtype=task.dtype,
-        flops=task.flops,
-        bytes_moved=task.bytes_moved,
-        shape=task.shape,
-        collective=task.collective,
-        axis=task.axis,
-        payload_bytes=task.payload_bytes,
-        copied_bytes=task.copied_bytes,
-        sharded=task.sharded,
-        copies=task.copies,
-        on_host=task.on_host,
-        launched_with=task.launched_with,
-        allocates=allocates,
-        releases=releases,
-    )
-
-
 def local_move(placed: PlacedGraph, moved: Moved) -> Slice | Mask:
     """The instruction of a step that needs no message."""
     ref, source, target, step = moved

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from planner.graph.chain import chain
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
-from planner.lowering.options import lowering_options
+from planner.lowering.options import lowering_options, spread
 from planner.lowering.placed import PlacedGraph
-from planner.lowering.program import spread
 from planner.lowering.start import broadcasts
 from planner.plans.plan import Plan, expanded_rules
 from simulator import fast_engine

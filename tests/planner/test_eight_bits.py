@@ -12,7 +12,7 @@ from planner.cost.work import cast_bytes
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import EIGHT_BITS, FOUR_BITS, at_batch, at_precision
 from planner.graph.statistics import wide_nodes
-from planner.lowering.checked import lower
+from planner.lowering.pipeline import lower_pipeline
 from planner.planning.planning import PlanRequest, plan_network
 from simulator import launches
 from simulator.corrections import kernel_factor
@@ -21,12 +21,13 @@ from simulator.hardware import Hardware
 from simulator.kernels import kernel_time, matmul_time
 from simulator.profiles import load_profile
 from simulator.program import COMPUTE_STREAM, Kernel, Phase
-from simulator.timing import task_times
 from tests.planner.search.problems import captured
 
 TINY = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-h100", devices=4, global_batch=16, sensitivity=False, top=1)
 H100 = load_profile("dgx-h100")
 B200 = load_profile("dgx-b200")
+UNHURRIED = replace(H100, training={k: v for k, v in H100.training.items() if k != launches.LAUNCH})
+"""Small networks wait for their host, which launches casts as well."""
 
 
 def narrow(graph: OperatorGraph) -> list[int]:
@@ -75,18 +76,14 @@ def test_a_plan_is_faster_by_its_products_less_the_casts_and_takes_as_much_memor
     request = replace(TINY, devices=1, global_batch=8, precision="bf16", pins={"micro_batch": "8"})
     best = plan_network(request, graph=captured("gpt2-tiny")).candidates[0]
     plan = replace(best.plan, precision="bf16")
-    wide = lower(plan, captured("gpt2-tiny"))
-    eight = lower(replace(plan, precision="fp8"), captured("gpt2-tiny"))
-    # So small a network waits for its host, which launches the casts as well.
-    unhurried = replace(H100, training={k: v for k, v in H100.training.items() if k != launches.LAUNCH})
-    before, after = (
-        {
-            task.name: float(s)
-            for task, s in zip(x.program.segments[0].tasks, task_times(x.program, unhurried)[0], strict=True)
-        }
-        for x in (wide, eight)
+    wide, eight = (
+        lower_pipeline(replace(plan, precision=p), at_precision(captured("gpt2-tiny"), dtype), UNHURRIED)
+        for p, dtype in (("bf16", "bfloat16"), ("fp8", EIGHT_BITS))
     )
-    tasks = eight.program.segments[0].tasks
+    before, after = (
+        {task.name: float(s) for task, s in zip(x.work.tasks, x.work.seconds, strict=True)} for x in (wide, eight)
+    )
+    tasks = eight.work.tasks
     changed = {t.name: t for t in tasks if t.dtype == EIGHT_BITS}
     assert changed
     for name, seconds in before.items():

@@ -14,7 +14,7 @@ import yaml
 from planner.cli.plan_tables import difference_text
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_precision
-from planner.lowering.checked import lower, precision_dtype
+from planner.lowering.checked import precision_dtype
 from planner.planning import one_stage, planning
 from planner.planning.analytic import differing_term
 from planner.planning.one_stage import _stored
@@ -30,6 +30,7 @@ from planner.sharding.rules import Rule
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile, write_profile
+from tests.planner.lowering.steps import lowered_of, passes
 from tests.planner.search.problems import captured
 
 TINY = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16)
@@ -181,7 +182,7 @@ def test_a_precision_that_runs_as_a_wider_one_is_said() -> None:
 def test_one_device_needs_no_mesh() -> None:
     plan = planned(replace(TINY, devices=1, parallel_mode="stand_alone")).candidates[0].plan
     assert plan.mesh.axes == ()
-    assert lower(plan, captured("gpt2-tiny")).program.devices == 1
+    assert lowered_of(plan, captured("gpt2-tiny")).devices == 1
 
 
 def test_top_limits_the_candidates_and_not_the_search(tiny: PlanResult) -> None:
@@ -193,8 +194,9 @@ def test_top_limits_the_candidates_and_not_the_search(tiny: PlanResult) -> None:
 def test_data_parallel_splits_the_batch_even_where_that_does_not_pay() -> None:
     plan = planned(replace(TINY, global_batch=4, parallel_mode="data_parallel")).candidates[0].plan
     assert plan.degree("data") == TINY.devices
-    lowered = lower(plan, captured("gpt2-tiny"))
-    share = sum(task.flops for task in lowered.program.segments[0].tasks if task.flops and "/" in task.name)
+    lowered = lowered_of(plan, captured("gpt2-tiny"))
+    (_, forward), (_, backward), *_ = passes(lowered)
+    share = sum(task.flops for task in (*forward.tasks, *backward.tasks) if task.flops and "/" in task.name)
     assert share * TINY.devices == pytest.approx(lowered.graph.flops())
 
 
@@ -223,7 +225,7 @@ def test_thresholds_and_messages_that_are_pinned_are_written(tmp_path: Path) -> 
     for candidate in result.candidates:
         assert (candidate.plan.sharding_threshold_bytes, candidate.plan.bucket_bytes) == (64 * 1024, 50 * 2**20)
     write_plan(result.candidates[0].plan, tmp_path / "strategy.json")
-    lower(read_plan(tmp_path / "strategy.json"), captured("gpt2-tiny"))
+    lowered_of(read_plan(tmp_path / "strategy.json"), captured("gpt2-tiny"))
     assert {pin.partition("=")[0] for pin, _, _ in result.pin_costs} >= {"sharding_threshold_kb", "bucket_mb"}
     with pytest.raises(InputError, match=r"sharding_threshold_kb=9999: more than half .* use --pin .*=\d+ or less"):
         planned(replace(TINY, pins={**pins, "sharding_threshold_kb": "9999"}))
@@ -326,7 +328,7 @@ def edited(plan: Plan, name: str, rules: tuple[Rule, ...]) -> Plan:
 
 def refused(plan: Plan, *texts: str) -> None:
     with pytest.raises(StrategyError) as error:
-        lower(plan, captured("gpt2-tiny"))
+        lowered_of(plan, captured("gpt2-tiny"))
     assert all(text in str(error.value) for text in texts), str(error.value)
     assert error.value.exit_code == 2
 

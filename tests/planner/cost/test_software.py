@@ -25,7 +25,8 @@ from planner.cost.stacks import factors_of
 from planner.execution.launch.starting import check_options
 from planner.execution.options import ExecuteOptions
 from planner.graph.operator_graph import OperatorGraph
-from planner.lowering.checked import checked_graph, lower
+from planner.lowering.checked import checked_graph
+from planner.lowering.pipeline import lower_pipeline
 from planner.planning.analytic import differing_term
 from planner.planning.planning import (
     Candidate,
@@ -46,8 +47,8 @@ from simulator.kernels.convolution import COPIES
 from simulator.launches import LAUNCH, known_software, send_stall, sharded_factor
 from simulator.profiles import load_profile
 from simulator.program import Collective, Kernel
-from simulator.timing import task_times
 from tests.planner.execution.small import place
+from tests.planner.lowering.steps import lowered_of, tasks_of
 from tests.planner.search.problems import captured
 
 DGX = load_profile("dgx-a100")
@@ -194,7 +195,7 @@ def test_gradients_that_are_summed_whole_are_cut_behind_the_sum() -> None:
     scattering = replace(found.plan, exchange=replace(found.plan.exchange, whole_sums=False))
     sent = []
     for plan in (scattering, found.plan):
-        tasks = [task for segment in lower(plan, captured("gpt2-tiny")).program.segments for task in segment.tasks]
+        tasks = tasks_of(lowered_of(plan, captured("gpt2-tiny")))
         sums = (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
         sent.append(
             [sum(t.payload_bytes for t in tasks if t.collective is kind and t.payload_bytes > 64) for kind in sums]
@@ -221,11 +222,10 @@ def test_messages_of_tensor_ranks_beside_products_leave_a_part_to_wait_for(tmp_p
     assert (read.tensor_overlap, plan_from_text(plan_to_text(behind.plan)).plan.tensor_overlap) == (True, False)
     assert beside.prediction.step_time_s < behind.prediction.step_time_s
     assert beside.plan.certificate.objective_s < behind.plan.certificate.objective_s
-    program = lower(read, checked_graph(read)).program
     hardware = replace(machine_of(read), training=machine_of(read).training | {LAUNCH: 0.0})
     whole = replace(machine_of(behind.plan), training=machine_of(behind.plan).training | {LAUNCH: 0.0})
-    tasks = [task for segment in program.segments for task in segment.tasks]
-    fewer, times = (np.concatenate(task_times(program, one)) for one in (hardware, whole))
+    left_work, work = (lower_pipeline(read, checked_graph(read), one).work for one in (hardware, whole))
+    fewer, times, tasks = left_work.seconds, work.seconds, work.tasks
     sent = [t.axis == "tensor" and t.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) for t in tasks]
     assert any(sent)
     assert fewer == pytest.approx(times * np.where(sent, left, 1.0))
@@ -244,11 +244,11 @@ def test_tokens_travel_once_to_a_node_or_beside_another_micro_batch(fewer: dict[
     assert sent.plan.certificate.objective_s < all_sent.plan.certificate.objective_s
     for one in (sent, all_sent):
         assert one.plan.certificate.objective_s == pytest.approx(one.prediction.step_time_s, rel=0.03)
-    program = lower(read, checked_graph(read, routes())).program
+    graph = checked_graph(read, routes())
     hardware = replace(machine_of(read), training=machine_of(read).training | {LAUNCH: 0.0})
     usual = replace(machine_of(all_sent.plan), training=machine_of(all_sent.plan).training | {LAUNCH: 0.0})
-    tasks = [task for segment in program.segments for task in segment.tasks]
-    found, whole = (np.concatenate(task_times(program, one)) for one in (hardware, usual))
+    work, usual_work = (lower_pipeline(read, graph, one).work for one in (hardware, usual))
+    found, whole, tasks = work.seconds, usual_work.seconds, work.tasks
     changed = np.array([task.axis == "expert" and task.collective is Collective.ALL_TO_ALL for task in tasks])
     assert changed.any()
     assert found[~changed] == pytest.approx(whole[~changed])

@@ -65,7 +65,7 @@ def updates(lowered: LoweredStages) -> tuple[Instruction, ...]:
 class Rank:
     """What a rank of one stage holds: placements and local bytes of every value, followed instruction by instruction.
 
-    ``base`` has the value in whose memory a view stands.
+    ``base`` has the value in whose memory a view stands; ``size`` that of values that are gone as well.
     """
 
     lowered: LoweredStages
@@ -111,9 +111,15 @@ class Rank:
             for value in released:
                 self._free(value)
 
+    def standing(self) -> dict[str, float]:
+        """Bytes of the values whose memory stands: views stand in that of others."""
+        roots = set(self.placed)
+        while views := roots & self.base.keys():
+            roots = (roots - views) | {self.base[view] for view in views}
+        return {value: self.size[value] for value in roots}
+
     def _free(self, value: str) -> None:
-        for table in (self.placed, self.size):
-            table.pop(value, None)
+        self.placed.pop(value, None)
 
     def _write(self, value: str, placements: Placements, whole_bytes: float) -> None:
         sizes = self.lowered.mesh.sizes

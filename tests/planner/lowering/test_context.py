@@ -10,17 +10,17 @@ import pytest
 from planner.graph.folding import template_name
 from planner.graph.operator_graph import Role
 from planner.graph.scaling import at_batch
-from planner.lowering.checked import check_rules, lower
+from planner.lowering.checked import check_rules
 from planner.planning.prediction import predict_plan
 from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.plan import LayerRules, Plan
 from planner.sharding.context import Algorithm, context_rules
 from planner.sharding.inner_messages import inner_messages
 from planner.sharding.placement import Mesh, MeshAxis
-from simulator import fast_engine
 from simulator.errors import StrategyError
 from simulator.profiles import load_profile
 from tests.planner.lowering.plans import one_stage, pipelined
+from tests.planner.lowering.steps import lowered_of, passes
 from tests.planner.search.problems import captured
 
 RANKS = 4
@@ -62,8 +62,9 @@ def test_a_plan_with_messages_inside_attention_is_read_as_written(algorithm: Alg
 
 
 def test_pieces_that_go_round_travel_beside_all_but_the_last_piece_of_the_work() -> None:
-    lowered = lower(on_context("ring"), GRAPH)
-    names = Counter(task.name for task in lowered.program.segments[0].tasks)
+    lowered = lowered_of(on_context("ring"), GRAPH)
+    (_, forward), (_, backward), *_ = passes(lowered)
+    names = Counter(task.name for task in (*forward.tasks, *backward.tasks))
     attention = [i for i, node in enumerate(lowered.graph.nodes) if "attention_for_cpu" in node.op]
     for index in attention:
         node = lowered.graph.nodes[index]
@@ -72,8 +73,7 @@ def test_pieces_that_go_round_travel_beside_all_but_the_last_piece_of_the_work()
         assert sent >= RANKS - 1
         assert names[f"{node.name}, all but the last piece"] == 1
         assert sum(times for name, times in names.items() if name.endswith(f"inside {node.name}")) == sent
-    timeline = fast_engine.simulate(lowered.program, HARDWARE)
-    assert timeline.breakdown["exposed_communication_s"] > 0
+    assert predict_plan(on_context("ring"), GRAPH, HARDWARE).breakdown["exposed_communication_s"] > 0
 
 
 def test_a_context_axis_goes_with_a_pipeline() -> None:

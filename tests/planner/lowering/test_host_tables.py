@@ -14,34 +14,35 @@ from planner.graph.host_tables import LOOKUP, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_precision
 from planner.lowering import bodies, representatives
-from planner.lowering.checked import checked_graph, lower, precision_dtype
-from planner.lowering.copies import UnalikeError
+from planner.lowering.checked import checked_graph, precision_dtype
 from planner.lowering.instructions import (
     Communicate,
     Compute,
     HostCopy,
-    LoweredPlan,
-    Update,
+    LoweredStages,
     read_values,
     written_values,
 )
+from planner.lowering.pipeline import lower_pipeline
+from planner.lowering.placed import local_share
 from planner.lowering.stages import BACKWARD, FORWARD, lower_stages
 from planner.networks import load_network
 from planner.planning.planning import PlanRequest, PlanResult, plan_network
-from planner.planning.prediction import predict_plan
+from planner.planning.prediction import predict_plan, simulate_plan
 from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.plan import Plan
-from simulator import engine, fast_engine
+from simulator import engine
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
 from simulator.hardware import HOST_MEMORY_BANDWIDTH
 from simulator.pipeline_operators import FIRST, LAST
 from simulator.profiles import load_profile
 from simulator.program import COMPUTE_STREAM, HOST, BufferKind, Collective, Kernel, Task
-from simulator.timing import host_memory_time, host_message_time, task_times
+from simulator.timing import host_memory_time, host_message_time
 from simulator.topology import group_shape
 from tests.planner.execution.made import HARDWARE
 from tests.planner.execution.small import place
+from tests.planner.lowering import steps as steps_of
 
 WIDE, LLAMA, TIED = place("wide_and_deep"), place("llama"), "zoo:gpt2-tiny"
 PROFILE = load_profile(HARDWARE)
@@ -74,16 +75,18 @@ def planned_with(network: str, number: int) -> Plan:
 
 
 @cache
-def lowered_of(network: str, number: int, *, on_host: bool = True) -> LoweredPlan:
+def lowered_of(network: str, number: int, *, on_host: bool = True) -> LoweredStages:
     """The same strategies with tables on the host, or on the devices."""
     plan = planned_with(network, number)
     assert plan.host_embeddings
-    return lower(replace(plan, host_embeddings=on_host), captured(network))
+    return steps_of.lowered_of(replace(plan, host_embeddings=on_host), captured(network))
 
 
-def rows(lowered: LoweredPlan) -> list[tuple[Task, object]]:
-    pairs = zip(lowered.program.segments, lowered.instructions, strict=True)
-    return [row for segment, own in pairs for row in zip(segment.tasks, own, strict=True)]
+def rows(lowered: LoweredStages) -> list[tuple[Task, object]]:
+    """Tasks of the first and the last micro-batch with their instructions."""
+    found = list(steps_of.passes(lowered))
+    apart = {id(one): one for _, one in (*found[:2], *found[-2:])}
+    return [row for one in apart.values() for row in zip(one.tasks, one.instructions, strict=True)]
 
 
 @pytest.mark.parametrize("number", range(len(PINS)))
@@ -93,7 +96,7 @@ def rows(lowered: LoweredPlan) -> list[tuple[Task, object]]:
 def test_everything_works_where_its_values_are(network: str, number: int) -> None:
     lowered = lowered_of(network, number)
     assert lowered.host_parameters
-    on_host = dict.fromkeys((entry.value for entry in (*lowered.parameters, *lowered.inputs)), False)
+    on_host = dict.fromkeys((entry.value for entry in (*lowered.ranks[0].parameters, *lowered.inputs)), False)
     on_host |= dict.fromkeys(lowered.host_parameters, True)
     copies = 0
     for task, instruction in rows(lowered):
@@ -106,13 +109,10 @@ def test_everything_works_where_its_values_are(network: str, number: int) -> Non
             copies += 1
             continue
         assert len(set(read)) <= 1, f"{task.name} reads from two memories"
-        updates = isinstance(instruction, Update) and lowered.offload_optimizer
-        assert task.on_host == (updates or (bool(read) and read[0])), task.name
+        assert task.on_host == (bool(read) and read[0]), task.name
         if isinstance(instruction, Compute):
             assert instruction.on_host == task.on_host
         on_host |= dict.fromkeys(written_values(instruction), task.on_host)
-        if task.on_host:
-            assert all(buffer.size_bytes == 0 for buffer in task.allocates)
     lookups = sum(node.op == LOOKUP for node in lowered.graph.nodes)
     assert copies >= 4 * lookups, "row numbers and rows, their gradients and row numbers"
 
@@ -126,8 +126,6 @@ def test_an_output_layer_gets_a_copy_of_its_table_and_sends_its_gradient_back() 
     readers = [one for _, one in rows(lowered) if set(read_values(one)) & set(brought)]
     assert readers
     assert not any(isinstance(one, Compute) and one.on_host for one in readers)
-    kept = {buffer.name: buffer.size_bytes for buffer in lowered.program.resident}
-    assert table not in kept
 
 
 @pytest.mark.parametrize("network", [TIED, pytest.param(LLAMA, marks=pytest.mark.slow)])
@@ -173,19 +171,26 @@ def test_stages_work_where_their_values_are(network: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(PINS)))
 def test_memory_falls_by_the_tables_and_the_step_waits_for_the_host(number: int) -> None:
-    plain, hosted = (lowered_of(WIDE, number, on_host=on_host) for on_host in (False, True))
-    kept = [{b.name: b.size_bytes for b in one.program.resident} for one in (plain, hosted)]
-    gone = kept[0].keys() - kept[1].keys()
-    assert {name for name in gone if not name.endswith(".states")} == set(hosted.host_parameters)
-    assert {name: kept[0][name] for name in kept[1]} == kept[1]
-    timelines = [fast_engine.simulate(one.program, PROFILE) for one in (plain, hosted)]
-    less = sum(kept[0][name] for name in gone)
-    assert timelines[1].peak_memory_bytes < timelines[0].peak_memory_bytes - less
-    slower = fast_engine.simulate(hosted.program, replace(PROFILE, host_memory_bandwidth=1e9))
-    assert slower.step_time_s > max(timeline.step_time_s for timeline in timelines)
-    reference = engine.simulate(hosted.program, PROFILE)
-    assert reference.step_time_s == pytest.approx(timelines[1].step_time_s, rel=1e-9)
-    assert timelines[1].memory.unreleased == (hosted.loss,)
+    plan = planned_with(WIDE, number)
+    graph = checked_graph(plan, captured(WIDE))
+    found = [simulate_plan(replace(plan, host_embeddings=on_host), graph, PROFILE) for on_host in (False, True)]
+    kept = [one.lowered.sizes.resident for one in found]
+    (rank,), nodes = lowered_of(WIDE, number).ranks, {node.name: node for node in lowered_of(WIDE, number).graph.nodes}
+    hosted = set(lowered_of(WIDE, number).host_parameters)
+    sizes = plan.mesh.sizes
+    tables = sum(
+        nodes[entry.value].outputs[0].size_bytes * local_share(entry.placements, sizes)
+        for entry in rank.parameters
+        if entry.value in hosted
+    )
+    less = [float(kept[0][kind][0] - kept[1][kind][0]) for kind in (BufferKind.PARAMETER, BufferKind.OPTIMIZER_STATE)]
+    assert less == [tables, 0.0 if plan.offload_optimizer else 2 * tables]
+    peaks = [one.prediction.peak_memory_bytes for one in found]
+    assert peaks[1] < peaks[0] - sum(less)
+    slower = predict_plan(plan, graph, replace(PROFILE, host_memory_bandwidth=1e9))
+    assert slower.step_time_s > max(one.prediction.step_time_s for one in found)
+    reference = simulate_plan(plan, graph, PROFILE, engine=engine.run).prediction
+    assert reference.step_time_s == pytest.approx(found[1].prediction.step_time_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("network", [WIDE, pytest.param(LLAMA, marks=pytest.mark.slow)])
@@ -195,7 +200,7 @@ def test_equal_layers_are_written_once_and_take_as_long(network: str, monkeypatc
     found = predict_plan(plan, graph, PROFILE)
 
     def refuse(*_: object) -> None:
-        raise UnalikeError("layers are not alike")
+        raise representatives.UnalikeError("layers are not alike")
 
     monkeypatch.setattr(representatives, "_shortened", refuse)
     bodies._unit_bodies.cache_clear()
@@ -205,21 +210,24 @@ def test_equal_layers_are_written_once_and_take_as_long(network: str, monkeypatc
 
 
 def test_host_work_takes_its_bytes_over_the_memory_of_the_host() -> None:
-    lowered = lowered_of(WIDE, 0)
-    seconds = np.concatenate(task_times(lowered.program, PROFILE))
+    plan = planned_with(WIDE, 0)
+    graph = checked_graph(plan, captured(WIDE))
+    timed = lower_pipeline(plan, graph, PROFILE)
+    counts = timed.work.counts(timed.schedule)
+    ran = [row for row in zip(counts, timed.work.seconds, timed.work.tasks, strict=True) if row[0]]
     share = HOST_MEMORY_BANDWIDTH / PROFILE.devices_per_node
     kernels = []
-    for took, (task, _) in zip(seconds, rows(lowered), strict=True):
+    for times, took, task in ran:
         if task.on_host and task.collective is None:
             launched = kernel_factor(PROFILE, task.kernel, task.dtype, 1) * PROFILE.kernels[task.kernel].overhead_s
             assert took == pytest.approx(launched + task.bytes_moved / share)
-            kernels.append(task.kernel)
+            kernels += [task.kernel] * int(times)
     assert kernels.count(Kernel.EMBEDDING) == 4
     assert kernels.count(Kernel.OPTIMIZER) == 2
-    elements = sum(lowered.graph.nodes[i].outputs[0].elements for i in host_tables(lowered.graph).parameters)
-    updates = [t.bytes_moved for t, _ in rows(lowered) if t.on_host and t.kernel is Kernel.OPTIMIZER]
+    elements = sum(graph.nodes[i].outputs[0].elements for i in host_tables(graph).parameters)
+    updates = [times * t.bytes_moved for times, _, t in ran if t.on_host and t.kernel is Kernel.OPTIMIZER]
     assert sum(updates) == 7 * DTYPE_BYTES["float32"] * elements
-    assert planned_with(WIDE, 0).optimizer == "adamw"
+    assert plan.optimizer == "adamw"
 
 
 def test_messages_among_hosts_are_no_faster_than_their_memory_nor_their_links() -> None:
@@ -244,19 +252,18 @@ def test_the_strategy_file_keeps_it_and_contradictions_are_refused() -> None:
 
 def test_sums_of_tables_and_of_other_parameters_travel_apart() -> None:
     plan = replace(planned_with(LLAMA, 1), optimizer="lamb")
-    lowered = lower(plan, captured(LLAMA))
+    lowered = steps_of.lowered_of(plan, captured(LLAMA))
     on_host = set(lowered.host_parameters)
     sums = [
-        (task, {source.partition(".sums")[0] for source in instruction.sources})
-        for task, instruction in rows(lowered)
-        if isinstance(instruction, Communicate) and "norms of" in task.name
+        {source.partition(".sums")[0] for source in instruction.sources}
+        for instruction in steps_of.updates(lowered)
+        if isinstance(instruction, Communicate)
     ]
-    assert {task.on_host for task, _ in sums} == {False, True}
-    for task, parameters in sums:
-        assert bool(parameters & on_host) == task.on_host == (parameters <= on_host)
-    directions = [b for segment in lowered.program.segments for t in segment.tasks for b in t.allocates]
-    sizes = {b.name.partition(".direction")[0]: b.size_bytes for b in directions if b.name.endswith(".direction")}
-    assert {name for name, size in sizes.items() if not size} == on_host
+    assert {bool(parameters & on_host) for parameters in sums} == {False, True}
+    assert all(bool(parameters & on_host) == (parameters <= on_host) for parameters in sums)
+    work = lower_pipeline(plan, checked_graph(plan, captured(LLAMA)), PROFILE).work
+    messages = [work.tasks[number] for number, _ in work.updates[0] if "norms of" in work.tasks[number].name]
+    assert [task.on_host for task in messages] == [parameters <= on_host for parameters in sums]
 
 
 def planned(network: str, hardware: str = HARDWARE, devices: int = 1, **pins: str) -> PlanResult:

@@ -8,19 +8,15 @@ from dataclasses import replace
 import pytest
 
 from planner.graph.chain import chain
-from planner.graph.folding import unfold
-from planner.graph.scaling import at_batch
-from planner.lowering import lower_graph, lowering_options
-from planner.lowering.instructions import LoweredPlan
+from planner.lowering.instructions import LoweredStages
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.prediction import predict_plan
-from planner.plans.plan import Plan, RecomputeRange, expanded_rules
-from simulator import fast_engine
+from planner.plans.plan import Plan, RecomputeRange
 from simulator.profiles import load_profile
 from simulator.program import Phase
 from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recomputing
+from tests.planner.lowering.steps import Rank, lowered_of, steps
 from tests.planner.search.problems import captured
-from tests.planner.test_lowering import Rank, steps
 
 HARDWARE = load_profile("dgx-a100")
 LAYERS = 3
@@ -33,20 +29,15 @@ def recomputed(mode: str, *, messages: bool, data: int = 1) -> Plan:
     return replace(plan, recompute_ranges=tuple(replace(part, messages=messages) for part in plan.recompute_ranges))
 
 
-def lowered_of(plan: Plan) -> LoweredPlan:
-    graph = unfold(at_batch(GRAPH, plan.samples))
-    return lower_graph(graph, expanded_rules(plan), lowering_options(plan, GRAPH))
-
-
-def sent(lowered: LoweredPlan) -> Counter[Phase]:
+def sent(lowered: LoweredStages) -> Counter[Phase]:
     """Messages of a step along the tensor axis, by the pass they are in."""
     return Counter(task.phase for task, _ in steps(lowered) if task.collective is not None and task.axis == "tensor")
 
 
 @pytest.mark.parametrize(("mode", "data"), [("full", 2), ("selective", 1)])
 def test_messages_are_sent_once_where_their_results_are_kept(mode: str, data: int) -> None:
-    again, kept = (lowered_of(recomputed(mode, messages=messages, data=data)) for messages in (True, False))
-    plain = lowered_of(one_stage("gpt2-tiny", LAYERS, _axes(again), micro_batches=2, hints=MEGATRON))
+    again, kept = (lowered_of(recomputed(mode, messages=messages, data=data), GRAPH) for messages in (True, False))
+    plain = lowered_of(one_stage("gpt2-tiny", LAYERS, _axes(again), micro_batches=2, hints=MEGATRON), GRAPH)
     assert sent(kept) == sent(plain)
     assert sent(again)[Phase.BACKWARD] == sent(kept)[Phase.BACKWARD] + 2 * LAYERS
     work = [sum(task.flops for task, _ in steps(one)) for one in (plain, kept, again)]
@@ -54,20 +45,15 @@ def test_messages_are_sent_once_where_their_results_are_kept(mode: str, data: in
     assert work == sorted(work)
     assert work[2] > work[1] if mode == "full" else work[2] == work[1]
     for lowered in (again, kept):
-        rank = Rank(lowered)
-        for task, instruction in steps(lowered):
-            rank.follow(task, instruction)
+        Rank(lowered).step()
 
 
-def _axes(lowered: LoweredPlan) -> tuple[tuple[str, int], ...]:
+def _axes(lowered: LoweredStages) -> tuple[tuple[str, int], ...]:
     return tuple((axis.name, axis.size) for axis in lowered.mesh.axes)
 
 
 def test_what_messages_have_brought_takes_memory() -> None:
-    again, kept = (
-        fast_engine.simulate(lowered_of(recomputed("full", messages=messages)).program, HARDWARE)
-        for messages in (True, False)
-    )
+    again, kept = (predict_plan(recomputed("full", messages=messages), GRAPH, HARDWARE) for messages in (True, False))
     # One all-reduced tensor of a layer waits, as large as the layer's input.
     assert kept.peak_memory_bytes > again.peak_memory_bytes
     assert kept.step_time_s < again.step_time_s

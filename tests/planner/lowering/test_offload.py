@@ -11,18 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.graph.chain import chain
-from planner.graph.folding import unfold
 from planner.graph.scaling import at_batch
-from planner.lowering import lower_graph, lowering_options
-from planner.lowering.checked import lower
-from planner.lowering.instructions import HostCopy, LoweredPlan, PassInstructions, read_values, written_values
+from planner.lowering.instructions import HostCopy, PassInstructions, read_values, written_values
+from planner.lowering.options import lowering_options
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.networks.marks import Swap
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
-from planner.plans.plan import OffloadRange, Plan, expanded_rules
-from simulator import fast_engine
+from planner.plans.plan import OffloadRange, Plan
 from simulator.errors import StrategyError
 from simulator.profiles import load_profile
 from simulator.program import HOST, Phase
@@ -30,8 +27,8 @@ from simulator.schedules import ActionKind
 from tests.planner.execution.made import make_plan
 from tests.planner.execution.small import place
 from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recomputing
+from tests.planner.lowering.steps import Rank, lowered_of, passes, steps
 from tests.planner.search.problems import captured
-from tests.planner.test_lowering import Rank, steps
 
 HARDWARE = load_profile("dgx-a100")
 LAYERS = 3
@@ -47,11 +44,6 @@ def offloaded(swap: Swap | None, mode: str = "none", axes: tuple[tuple[str, int]
     return replace(plan, offload_ranges=ranges)
 
 
-def lowered_of(plan: Plan) -> LoweredPlan:
-    graph = unfold(at_batch(GRAPH, plan.samples))
-    return lower_graph(graph, expanded_rules(plan), lowering_options(plan, GRAPH))
-
-
 SWAPS = st.sampled_from([Swap(), Swap(prefetch=1), Swap(prefetch=4), Swap(operators=(".expand/addmm", ".gelu"))])
 
 
@@ -59,36 +51,34 @@ SWAPS = st.sampled_from([Swap(), Swap(prefetch=1), Swap(prefetch=4), Swap(operat
 @given(swap=SWAPS, mode=st.sampled_from(["none", "selective", "full"]), first=st.integers(0, LAYERS + 1))
 def test_every_value_is_there_when_it_is_read(swap: Swap, mode: str, first: int) -> None:
     plan = offloaded(None, mode, (("tensor", 2),))
-    lowered = lowered_of(replace(plan, offload_ranges=(OffloadRange(first=NAMES[first], last=NAMES[-1], swap=swap),)))
-    rank = Rank(lowered)
-    for task, instruction in steps(lowered):
-        rank.follow(task, instruction)
-    stored = {entry.value for entry in (*lowered.parameters, *lowered.inputs)}
-    assert set(rank.placed) == stored | {lowered.loss}
+    ranges = (OffloadRange(first=NAMES[first], last=NAMES[-1], swap=swap),)
+    Rank(lowered_of(replace(plan, offload_ranges=ranges), GRAPH)).step()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pins", [{"recompute": "selective"}, {"host_embeddings": "true"}])
 def test_constants_and_rows_from_the_host_leave_once_they_are_made(pins: dict[str, str]) -> None:
     """Constants inside a layer are of no unit; what a lookup on the host leaves there has a name of its own."""
-    lowered = lower(make_plan(place("mixtral"), 2, batch=8, dp=2, tp=1, pp=1, offload_activations="true", **pins))
-    there = {entry.value for entry in (*lowered.parameters, *lowered.inputs)}
-    for task, instruction in steps(lowered):
-        assert there.issuperset(read_values(instruction)), task.name
-        there.update(written_values(instruction))
-        there.difference_update(task.releases)
+    lowered = lowered_of(make_plan(place("mixtral"), 2, batch=8, dp=2, tp=1, pp=1, offload_activations="true", **pins))
+    there = {entry.value for entry in (*lowered.ranks[0].parameters, *lowered.inputs)}
+    for _, one in passes(lowered):
+        for task, instruction, released in zip(one.tasks, one.instructions, one.releases, strict=True):
+            assert there.issuperset(read_values(instruction)), task.name
+            there.update(written_values(instruction))
+            there.difference_update(released)
+        there.difference_update(one.drops)
 
 
 def test_what_leaves_comes_back_and_less_memory_is_used() -> None:
-    plain, away, late = (lowered_of(offloaded(swap)) for swap in (None, Swap(), Swap(prefetch=1)))
-    copies = [(task, one) for task, one in steps(away) if isinstance(one, HostCopy)]
+    plans = [offloaded(swap) for swap in (None, Swap(), Swap(prefetch=1))]
+    copies = [(task, one) for task, one in steps(lowered_of(plans[1], GRAPH)) if isinstance(one, HostCopy)]
     out = Counter({task.phase: 0 for task, _ in copies})
     for task, one in copies:
         assert task.axis == HOST
         assert one.to_host is (task.phase is Phase.FORWARD)
         out[task.phase] += int(task.bytes_moved)
     assert out[Phase.FORWARD] == out[Phase.BACKWARD] > 0
-    peaks = [fast_engine.simulate(one.program, HARDWARE).peak_memory_bytes for one in (plain, away, late)]
+    peaks = [predict_plan(plan, GRAPH, HARDWARE).peak_memory_bytes for plan in plans]
     # A layer ahead, two layers' activations stand at once; an operator ahead, little of one layer's.
     assert peaks[0] > peaks[1] > peaks[2]
     assert peaks[0] - peaks[1] < out[Phase.FORWARD] / 2
@@ -97,7 +87,7 @@ def test_what_leaves_comes_back_and_less_memory_is_used() -> None:
 def test_copies_hide_behind_passes_where_the_link_is_fast_enough() -> None:
     slow = replace(HARDWARE, reliability=replace(HARDWARE.reliability, snapshot_bandwidth_bytes_per_s=2e7))
     plain, away = offloaded(None), offloaded(Swap())
-    moved = sum(task.bytes_moved for task, one in steps(lowered_of(away)) if isinstance(one, HostCopy))
+    moved = sum(task.bytes_moved for task, one in steps(lowered_of(away, GRAPH)) if isinstance(one, HostCopy))
     fast_s, slow_s, none_s = (
         predict_plan(plan, GRAPH, profile).step_time_s
         for plan, profile in ((away, HARDWARE), (away, slow), (plain, HARDWARE))

@@ -9,16 +9,15 @@ import pytest
 
 from planner.cost.work import OPTIMIZERS, finish_traffic, optimizer, state_bytes, update_bytes, update_traffic
 from planner.lowering import bodies, representatives
-from planner.lowering.checked import lower
-from planner.lowering.copies import UnalikeError
 from planner.lowering.instructions import BeginUpdate, Communicate, Update
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.prediction import predict_plan
 from planner.plans.plan import Plan
 from simulator.errors import InputError
 from simulator.profiles import load_profile
-from simulator.program import Collective, Phase, Task
+from simulator.program import Collective
 from tests.planner.lowering.plans import one_stage, pipelined
+from tests.planner.lowering.steps import lowered_of, updates
 from tests.planner.search.problems import captured
 
 GRAPH = captured("gpt2-tiny")
@@ -31,32 +30,31 @@ def plan(storage: str = "sharded", optimizer: str = "lamb") -> Plan:
     return replace(made, optimizer=optimizer)
 
 
-def messages(tasks: list[Task]) -> dict[str, float]:
+def messages(made: Plan) -> dict[str, float]:
     """Bytes of the messages of the update, by axis."""
-    return {task.axis: task.payload_bytes for task in tasks if task.phase is Phase.UPDATE and task.collective}
+    work = lower_pipeline(made, GRAPH, HARDWARE).work
+    tasks = [work.tasks[number] for rank in work.updates for number, _ in rank]
+    return {task.axis: task.payload_bytes for task in tasks if task.collective}
 
 
 def sharded(made: Plan) -> dict[str, int]:
     """Trained parameters that have shards on each axis."""
-    lowered = lower(made, GRAPH)
+    (rank,) = lowered_of(made, GRAPH).ranks
     return {
-        axis.name: sum(stored.placements[i] >= 0 for stored in lowered.parameters)
-        for i, axis in enumerate(made.mesh.axes)
+        axis.name: sum(stored.placements[i] >= 0 for stored in rank.parameters) for i, axis in enumerate(made.mesh.axes)
     }
 
 
 @pytest.mark.parametrize("storage", ["sharded", "replicated"])
 def test_one_message_an_axis_carries_both_norms_of_its_parameters(storage: str) -> None:
     made = plan(storage)
-    tasks = list(lower(made, GRAPH).program.segments[-1].tasks)
     wanted = {axis: 8.0 * count for axis, count in sharded(made).items() if count}
-    assert messages(tasks) == wanted
-    assert messages(list(lower(replace(made, optimizer="adamw"), GRAPH).program.segments[-1].tasks)) == {}
+    assert messages(made) == wanted
+    assert messages(replace(made, optimizer="adamw")) == {}
 
 
 def test_updates_wait_for_the_sums_and_run_after_every_begin() -> None:
-    lowered = lower(plan(), GRAPH)
-    instructions = lowered.instructions[-1]
+    instructions = updates(lowered_of(plan(), GRAPH))
     begun = {one.parameter: n for n, one in enumerate(instructions) if isinstance(one, BeginUpdate)}
     done = {one.parameter: (n, one) for n, one in enumerate(instructions) if isinstance(one, Update)}
     assert begun.keys() == done.keys()
@@ -67,12 +65,11 @@ def test_updates_wait_for_the_sums_and_run_after_every_begin() -> None:
         one.target for one in instructions if isinstance(one, BeginUpdate)
     }
     assert all(one.sums in made and n > max(sums) for n, one in done.values())
-    tasks = lowered.program.segments[-1].tasks
-    assert all(tasks[n].collective is Collective.ALL_REDUCE for n in sums)
+    assert all(instructions[n].collective is Collective.ALL_REDUCE for n in sums)  # type: ignore[union-attr]
 
 
 def test_a_pipeline_sends_the_same_sums_rank_by_rank() -> None:
-    whole = messages(list(lower(plan(), GRAPH).program.segments[-1].tasks))
+    whole = messages(plan())
     found = lower_pipeline(pipelined(plan(), GRAPH, 2, "1f1b"), GRAPH, HARDWARE).work
     total: dict[str, float] = {}
     for rank in found.updates:
@@ -105,7 +102,7 @@ def test_shallow_copies_stand_for_whole_networks(monkeypatch: pytest.MonkeyPatch
     short = predict_plan(made, GRAPH, HARDWARE)
 
     def refuse(*_: object) -> None:
-        raise UnalikeError("layers are not alike")
+        raise representatives.UnalikeError("layers are not alike")
 
     monkeypatch.setattr(representatives, "_shortened", refuse)
     bodies._unit_bodies.cache_clear()

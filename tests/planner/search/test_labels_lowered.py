@@ -17,9 +17,10 @@ from planner.cost.work import optimizer
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
-from planner.lowering import LoweringOptions, lower_graph
+from planner.lowering.instructions import LoweredStages
+from planner.lowering.stages import lower_stages
 from planner.networks import load_network
-from planner.plans.plan import LayerRules, NodeRules
+from planner.plans.plan import LayerRules, NodeRules, RecomputeRange
 from planner.search.units.labels import RECOMPUTE, StageTables, stage_decisions, stage_tables
 from planner.search.units.rules import rules_of
 from planner.sharding.placement import Mesh
@@ -27,9 +28,13 @@ from simulator.corrections import kernel_factor, message_time
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.kernels import has_shape_model, kernel_time, shaped_time
+from simulator.pipeline_operators import FIRST, LAST, PLAIN
 from simulator.profiles import load_profile
-from simulator.program import BufferKind, Phase, Program, Task
+from simulator.program import Task
+from simulator.schedules import ActionKind
 from simulator.topology import group_shape
+from tests.planner.lowering.plans import plan_of
+from tests.planner.lowering.steps import Rank
 from tests.planner.search.problems import BUCKET_BYTES, captured_small, deepened, make_mesh
 
 HARDWARE = "dgx-a100"
@@ -81,41 +86,40 @@ def by_node(rules: Mapping[str, NodeRules], layers: Sequence[LayerRules]) -> dic
     return found
 
 
-def seconds(program: Program, task: Task, hardware: Hardware) -> float:
-    if any(b.kind is BufferKind.GATHERED_PARAMETER for b in task.allocates):
-        return 0.0  # once a step
+def seconds(mesh: Mesh, task: Task, hardware: Hardware) -> float:
     if task.collective is not None:
-        axis = next(a for a in program.axes if a.name == task.axis)
-        group = group_shape(hardware, axis.size, axis.stride)
+        number = next(i for i, axis in enumerate(mesh.axes) if axis.name == task.axis)
+        group = group_shape(hardware, mesh.axes[number].size, mesh.stride(number))
         return float(message_time(hardware, task.collective, np.array([max(task.payload_bytes, 1.0)]), group)[0])
-    factor = kernel_factor(hardware, task.kernel, task.dtype, program.devices)
+    factor = kernel_factor(hardware, task.kernel, task.dtype, mesh.size)
     if task.shape is None or not has_shape_model(hardware, task.kernel):
         return factor * kernel_time(hardware, task.kernel, task.dtype, task.flops, task.bytes_moved)
     shape, flops, moved = map(np.asarray, (task.shape, task.flops, task.bytes_moved))
     return factor * float(shaped_time(hardware, task.kernel, task.dtype, shape, flops, moved))
 
 
-def totals(program: Program, graph: OperatorGraph, hardware: Hardware) -> dict[Phase, float]:
-    """Seconds of each pass without what nothing decides: constants are computed whole everywhere."""
-    constants = {node.name for node in graph.nodes if node.role is Role.CONSTANT}
-    found = dict.fromkeys(Phase, 0.0)
-    for task in program.segments[0].tasks:
-        if task.name not in constants:
-            found[task.phase] += seconds(program, task, hardware)
-    return found
+def totals(lowered: LoweredStages, hardware: Hardware) -> dict[ActionKind, float]:
+    """Seconds of each pass without what nothing decides: constants are computed whole everywhere.
+
+    Parameters that stay are gathered in the first forward pass, which is not looked at.
+    """
+    constants = {node.name for node in lowered.graph.nodes if node.role is Role.CONSTANT}
+    (stage,) = lowered.stages
+    keys = (ActionKind.FORWARD, PLAIN), (ActionKind.BACKWARD, LAST)
+    return {
+        key[0]: sum(seconds(lowered.mesh, t, hardware) for t in stage.passes[key].tasks if t.name not in constants)
+        for key in keys
+    }
 
 
-def kept_bytes(program: Program, graph: OperatorGraph) -> float:
+def kept_bytes(lowered: LoweredStages) -> float:
     """Bytes that stand when the backward pass begins, without what is resident, constants and the loss."""
+    graph, (stage,) = lowered.graph, lowered.stages
     apart = {n.name for n in graph.nodes if n.role is Role.CONSTANT} | {graph.nodes[graph.loss.node].name}
-    standing: dict[str, float] = {}
-    for task in program.segments[0].tasks:
-        if task.phase is Phase.BACKWARD:
-            break
-        standing.update({b.name: b.size_bytes for b in task.allocates if b.kind is not BufferKind.GATHERED_PARAMETER})
-        for name in task.releases:
-            standing.pop(name, None)
-    return sum(size for name, size in standing.items() if name not in apart)
+    rank = Rank(lowered)
+    rank.run(stage.passes[ActionKind.FORWARD, FIRST])
+    apart |= rank.stored | stage.lasting
+    return sum(size for name, size in rank.standing().items() if name not in apart)
 
 
 @pytest.mark.parametrize(("price", "tolerance"), [(0.0, 1e-6), (1e-9, 1e-3), (DEAR, 0.02)])
@@ -134,31 +138,25 @@ def test_seconds_and_bytes_are_those_of_the_lowered_program(
         unit: RECOMPUTE[int(ls.recompute[i])] for unit, (ls, i) in zip(tables.chain.names(), labels, strict=True)
     }
     rules = by_node(*rules_of(tables, chosen, 1))
-    options = LoweringOptions(
-        mesh=mesh,
-        micro_batches=1,
-        optimizer=optimizer("adamw"),
-        bucket_bytes=BUCKET_BYTES,
-        recompute=recompute,
-    )
-    whole = unfold(tables.parts.graph)
-    program = lower_graph(whole, rules, options).program
-    found = totals(program, whole, hardware)
+    ranges = tuple(RecomputeRange(first=u, last=u, mode=mode) for u, mode in recompute.items() if mode != "none")
+    plan = plan_of(rules, mesh, bucket_bytes=BUCKET_BYTES, recompute_ranges=ranges)
+    lowered = lower_stages(plan, tables.parts.graph)
+    found = totals(lowered, hardware)
     forward_s, backward_s = (sum(getattr(ls, passes)[i] for ls, i in labels) for passes in ("forward_s", "backward_s"))
     kept = sum(float(ls.activation_bytes[i]) for ls, i in labels)
-    assert kept_bytes(program, whole) >= kept * (1 - tolerance)
+    assert kept_bytes(lowered) >= kept * (1 - tolerance)
     if (name, modes, price) == ("llama", (2,), DEAR):
         # The next layer reads the whole tensor where it still stands: no gather, but that is what is kept.
-        assert kept_bytes(program, whole) > kept
+        assert kept_bytes(lowered) > kept
         gathers_s = sum(float(ls.forward_communication_s[i]) for ls, i in labels)
-        assert forward_s - gathers_s <= found[Phase.FORWARD] < forward_s
-        assert backward_s - 2 * gathers_s <= found[Phase.BACKWARD] < backward_s
+        assert forward_s - gathers_s <= found[ActionKind.FORWARD] < forward_s
+        assert backward_s - 2 * gathers_s <= found[ActionKind.BACKWARD] < backward_s
         return
-    assert found[Phase.FORWARD] == pytest.approx(forward_s, rel=tolerance)
-    assert found[Phase.BACKWARD] == pytest.approx(backward_s, rel=tolerance)
+    assert found[ActionKind.FORWARD] == pytest.approx(forward_s, rel=tolerance)
+    assert found[ActionKind.BACKWARD] == pytest.approx(backward_s, rel=tolerance)
     if 1 not in modes or price < DEAR:
         # Beyond, kept tensors that are gathered again stand as gathered from the forward pass on.
-        assert kept_bytes(program, whole) == pytest.approx(kept, rel=tolerance)
+        assert kept_bytes(lowered) == pytest.approx(kept, rel=tolerance)
 
 
 @pytest.mark.slow
@@ -166,13 +164,10 @@ def test_a_view_that_repeats_numbers_keeps_only_those() -> None:
     tables = tables_of(deepened(load_network("zoo:mixtral-8x7b").capture(), 2), make_mesh(tensor=4))
     chosen = path(tables, (0,), 0.0)
     rules = by_node(*rules_of(tables, chosen, 1))
-    options = LoweringOptions(
-        mesh=make_mesh(tensor=4), micro_batches=1, optimizer=optimizer("adamw"), bucket_bytes=BUCKET_BYTES
-    )
-    whole = unfold(tables.parts.graph)
+    lowered = lower_stages(plan_of(rules, make_mesh(tensor=4), bucket_bytes=BUCKET_BYTES), tables.parts.graph)
     numbers = zip(tables.chain.positions, chosen, strict=True)
     kept = sum(float(tables.units[number].activation_bytes[label]) for number, label in numbers)
-    assert kept_bytes(lower_graph(whole, rules, options).program, whole) == pytest.approx(kept, rel=0.02)
+    assert kept_bytes(lowered) == pytest.approx(kept, rel=0.02)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -194,13 +189,13 @@ def test_the_data_axis_shards_the_batch_and_stores_what_is_large(sharded: bool) 
             for spec, placed in zip(node.outputs, first.outputs, strict=True):
                 assert not any(spec.batch_dims) or spec.batch_dims[placed]
     mesh = make_mesh(data=4, tensor=2)
-    options = LoweringOptions(mesh=mesh, micro_batches=2, optimizer=optimizer("adamw"), bucket_bytes=BUCKET_BYTES)
-    program = lower_graph(whole, rules, options).program
+    plan = plan_of(rules, mesh, bucket_bytes=BUCKET_BYTES, micro_batches=2, optimizer_sharding="zero1")
+    (stage,) = lower_stages(plan, whole).stages
     hardware = load_profile(HARDWARE)
     labels = [(tables.units[n], i) for n, i in zip(tables.chain.positions, chosen, strict=True)]
-    passes = [t for t in program.segments[0].tasks if t.phase is Phase.FORWARD and t.axis != "data"]
+    passes = [t for t in stage.passes[ActionKind.FORWARD, PLAIN].tasks if t.axis != "data"]
     beside = {n.name for n in whole.nodes if n.role is Role.CONSTANT}
-    found = sum(seconds(program, t, hardware) for t in passes if t.name not in beside)
+    found = sum(seconds(mesh, t, hardware) for t in passes if t.name not in beside)
     assert found == pytest.approx(sum(ls.forward_s[i] for ls, i in labels), rel=1e-6)
 
 

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from planner.cli.app import app
 from planner.graph.scaling import at_batch
-from planner.lowering.checked import lower
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import read_plan
 from planner.plans.hints import hint
@@ -18,6 +17,7 @@ from planner.plans.plan import Status, expanded_rules
 from planner.plans.request import SEARCH_MODES
 from planner.search.problem.hints import first_not_kept
 from simulator.errors import UnsupportedError
+from tests.planner.lowering.steps import lowered_of
 from tests.planner.search.problems import captured
 
 REQUEST = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=64)
@@ -37,7 +37,7 @@ def test_every_mode_makes_a_plan_that_is_close_to_the_exact_one(mode: str) -> No
     assert 0 < best.plan.certificate.lower_bound_s <= best.plan.certificate.objective_s
     assert best.plan.certificate.gap <= 0.05
     assert best.prediction.step_time_s <= 1.05 * exact.prediction.step_time_s
-    lower(best.plan, graph)
+    lowered_of(best.plan, graph)
 
 
 @pytest.mark.parametrize("mode", SEARCH_MODES)

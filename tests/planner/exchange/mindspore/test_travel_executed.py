@@ -23,13 +23,14 @@ from planner.execution.measuring.factors import gradient_factors
 from planner.execution.optimizers import hyperparameters, make_step
 from planner.execution.reference import run_reference
 from planner.execution.worker import _groups, _loader, _own_tensors
-from planner.lowering.checked import checked_graph, lower
+from planner.lowering.checked import checked_graph
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.plans.exchange import Exchange
 from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.program import Collective
+from tests.planner.lowering.steps import lowered_of, tasks_of
 
 pytestmark = pytest.mark.slow
 RATE = 0.1
@@ -199,8 +200,8 @@ def test_gradients_travel_as_float32(ran: list[dict[str, Ran]]) -> None:
 def test_messages_are_those_that_are_simulated(ran: list[dict[str, Ran]], plans: dict[str, Plan]) -> None:
     for name, of in ran[0].items():
         plan = plans[name]
-        program = lower(plan, precision="bf16" if "bf16" in name else "fp64").program
-        tasks = [t for segment in program.segments for _ in range(segment.count) for t in segment.tasks if t.collective]
+        lowered = lowered_of(plan, precision="bf16" if "bf16" in name else "fp64")
+        tasks = [task for task in tasks_of(lowered) if task.collective]
         if "statistics" in name:
             continue  # sums inside an operator are of two kinds of numbers
         wanted = [(str(task.collective), task.dtype, int(task.payload_bytes)) for task in tasks]
