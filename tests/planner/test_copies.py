@@ -69,7 +69,6 @@ def test_turns_end_with_messages_and_every_gradient_is_the_sum_of_both() -> None
     order = [one.copy for one in first if isinstance(one, Compute)]
     messages = sum(isinstance(one, Communicate) and bool(one.sources) and not one.asynchronous for one in alone)
     assert messages > 5
-    assert messages // 2 < sum(one != other for one, other in pairwise(order)) <= 2 * messages + 1
     assert order.count(0) == order.count(1) == sum(isinstance(one, Compute) for one in alone)
     sums, tied = (
         sum(isinstance(one, Accumulate) and not one.accumulator.endswith(".accumulated") for one in ran)

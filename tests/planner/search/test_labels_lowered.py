@@ -8,6 +8,7 @@ more memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -30,7 +31,7 @@ from simulator.hardware import Hardware
 from simulator.kernels import has_shape_model, kernel_time, shaped_time
 from simulator.pipeline_operators import FIRST, LAST, PLAIN
 from simulator.profiles import load_profile
-from simulator.program import Task
+from simulator.program import Kernel, Task
 from simulator.schedules import ActionKind
 from simulator.topology import group_shape
 from tests.planner.lowering.plans import plan_of
@@ -101,15 +102,20 @@ def seconds(mesh: Mesh, task: Task, hardware: Hardware) -> float:
 def totals(lowered: LoweredStages, hardware: Hardware) -> dict[ActionKind, float]:
     """Seconds of each pass without what nothing decides: constants are computed whole everywhere.
 
-    Parameters that stay are gathered in the first forward pass, which is not looked at.
+    Parameters that stay are gathered in the first forward pass, which is not looked at. Gradients of a parameter that
+    units share are added in place, which labels count as the operator that it is in the graph.
     """
     constants = {node.name for node in lowered.graph.nodes if node.role is Role.CONSTANT}
     (stage,) = lowered.stages
-    keys = (ActionKind.FORWARD, PLAIN), (ActionKind.BACKWARD, LAST)
-    return {
-        key[0]: sum(seconds(lowered.mesh, t, hardware) for t in stage.passes[key].tasks if t.name not in constants)
-        for key in keys
-    }
+    found = {}
+    for key in ((ActionKind.FORWARD, PLAIN), (ActionKind.BACKWARD, LAST)):
+        tasks = [
+            replace(task, kernel=Kernel.ELEMENTWISE) if task.kernel is Kernel.ACCUMULATION else task
+            for task in stage.passes[key].tasks
+            if task.name not in constants
+        ]
+        found[key[0]] = sum(seconds(lowered.mesh, task, hardware) for task in tasks)
+    return found
 
 
 def kept_bytes(lowered: LoweredStages) -> float:
