@@ -29,11 +29,11 @@ from rich.table import Table
 
 from planner.cost.software_file import shipped_software
 from planner.cost.stacks import family_of
+from planner.cost.training_run import LayeredNetwork, TrainingRun
 from planner.published.aims import ASCEND, CONVOLUTIONAL, group_of
 from planner.published.attainable import Spread, spread_of, told_by_others, with_factors
 from planner.published.calibrating import Folds, usable
 from planner.published.estimate.predict import predict_runs
-from planner.published.estimate.training_run import LayeredNetwork, TrainingRun
 from planner.published.measurement_file import FileRow, read_rows
 from planner.published.reading import MeasuredRow, measured_row
 from planner.published.reading_setup import release

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import linprog
 
-from planner.published.estimate.memory import training_memory
+from planner.cost.memory.device import training_memory
 from planner.published.measurement_file import FileRow, read_rows
 from planner.published.memory_kinds import figure_of
 from planner.published.reading import measured_row

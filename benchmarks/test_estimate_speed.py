@@ -11,16 +11,16 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from planner.cost.software_file import SoftwareFile, shipped_software
-from planner.published.estimate.coefficients import gather
-from planner.published.estimate.predict import predict_runs
-from planner.published.estimate.step import step_times
-from planner.published.estimate.training_run import (
+from planner.cost.training_run import (
     OptimizerSharding,
     Recompute,
     TrainingRun,
     TrainingSetup,
     TransformerShape,
 )
+from planner.published.estimate.coefficients import gather
+from planner.published.estimate.predict import predict_runs
+from planner.published.estimate.step import step_times
 from planner.published.estimate.work import work_of
 from simulator.profiles import load_profile
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.cost.stacks import family_of
-from planner.published.estimate.training_run import LayeredNetwork, OptimizerSharding, TrainingRun
+from planner.cost.training_run import LayeredNetwork, OptimizerSharding, TrainingRun
 from planner.published.results import Accuracy, Metrics
 
 EVERYTHING = "all rows"

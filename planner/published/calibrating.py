@@ -16,10 +16,10 @@ import numpy as np
 from planner.cost.layered_parameters import LayeredCoefficients
 from planner.cost.software_file import ANY, Interval, SoftwareFile
 from planner.cost.stacks import family_of
+from planner.cost.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
 from planner.published.estimate.coefficients import interval_key, stack_key
 from planner.published.estimate.columns import FloatArray
 from planner.published.estimate.predict import predict_runs
-from planner.published.estimate.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
 from planner.published.estimate.work import work_of
 from planner.published.fitting import Fit, StepFit
 from planner.published.fitting_layered import LayeredFit, fit_layered

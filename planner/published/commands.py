@@ -11,8 +11,8 @@ from pathlib import Path
 import yaml
 
 from planner.cost.software import USUAL
+from planner.cost.training_run import RunPrediction
 from planner.plans.hints import Hint
-from planner.published.estimate.training_run import RunPrediction
 from planner.published.pinned import OWN_SAMPLES, PinnedRun, pinned_run
 from planner.published.planned import Outcome, Workplace
 from planner.published.predictions import RECOMPUTED

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from planner.cost.software_file import SoftwareCoefficients
 from planner.cost.stacks import family_of
+from planner.cost.training_run import OptimizerSharding, TrainingRun
 from planner.published.estimate.coefficients import stack_key
 from planner.published.estimate.columns import FloatArray
 from planner.published.estimate.step import Coefficients, step_times
-from planner.published.estimate.training_run import OptimizerSharding, TrainingRun
 from planner.published.estimate.work import Work
 
 _DIFFERENCE = 1e-4

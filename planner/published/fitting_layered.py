@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from planner.cost.layered_parameters import LayeredCoefficients
 from planner.cost.stacks import Stack, family_of
+from planner.cost.training_run import LayeredNetwork, TrainingRun
 from planner.published.estimate.coefficients import stack_key
 from planner.published.estimate.layered_table import LayeredTable, keeps_planes, layered_times
 from planner.published.estimate.layered_work import parameter_columns, parameters_of
-from planner.published.estimate.training_run import LayeredNetwork, TrainingRun
 from planner.published.fitting import Prior
 from planner.published.reading import MeasuredRow
 

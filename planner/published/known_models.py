@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from planner.published.estimate.training_run import Experts, LatentAttention
+from planner.cost.training_run import Experts, LatentAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Iterable
 
-from planner.published.estimate.memory import training_memory
-from planner.published.estimate.memory_figures import MemoryFigure, StageMemory
-from planner.published.estimate.training_run import TrainingRun, TransformerShape
+from planner.cost.memory.device import training_memory
+from planner.cost.memory.figures import MemoryFigure, StageMemory
+from planner.cost.training_run import TrainingRun, TransformerShape
 from planner.published.memory_kinds import figure_of
 from planner.published.reading import MeasuredRow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from planner.published.estimate.memory_figures import MemoryFigure
+from planner.cost.memory.figures import MemoryFigure
 
 _FIGURES = (
     (r"tensorboard|mem-max-allocated", MemoryFigure.LAST_STAGE_ALLOCATED),

@@ -11,16 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from planner.cost.memory.parameters import local_vocabulary
 from planner.cost.memory_traits import traits_of
 from planner.cost.software import SOFTWARE
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.cost.work import OPTIMIZERS
-from planner.plans.exchange import UNASKED, Exchange
-from planner.plans.hints import Hint, hint
-from planner.plans.request import SIZES
-from planner.published.estimate.layered.sequence import padded_frames
-from planner.published.estimate.stage_parameters import local_vocabulary
-from planner.published.estimate.training_run import (
+from planner.cost.training_run import (
     LayeredNetwork,
     OptimizerSharding,
     Recompute,
@@ -28,6 +23,11 @@ from planner.published.estimate.training_run import (
     TrainingSetup,
     TransformerShape,
 )
+from planner.cost.work import OPTIMIZERS
+from planner.plans.exchange import UNASKED, Exchange
+from planner.plans.hints import Hint, hint
+from planner.plans.request import SIZES
+from planner.published.estimate.layered.sequence import padded_frames
 from simulator.errors import UnsupportedError
 
 OF_FRAMES = "frames_"

@@ -18,9 +18,9 @@ from pathlib import Path
 import yaml
 
 from planner.cost.software import fusion_of
+from planner.cost.training_run import RunPrediction, TrainingRun
 from planner.planning.planning import PlanRequest, PlanResult, capture_for, plan_network
 from planner.planning.shared_tables import SharedTables
-from planner.published.estimate.training_run import RunPrediction, TrainingRun
 from planner.published.pinned import PinnedRun, pinned_run
 from planner.published.predictions import RECOMPUTED, recomputing
 from simulator.calibration.process import available_cores

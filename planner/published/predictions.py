@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from planner.cost.memory.device import training_memory
+from planner.cost.memory.figures import MemoryEstimate
 from planner.cost.stacks import Stack
+from planner.cost.training_run import Recompute, RunPrediction, TrainingRun, TransformerShape
 from planner.published.aims import group_of
-from planner.published.estimate.memory import training_memory
-from planner.published.estimate.memory_figures import MemoryEstimate
-from planner.published.estimate.training_run import Recompute, RunPrediction, TrainingRun, TransformerShape
 from planner.published.memory_doubts import APART, measured_apart, memory_doubt
 from planner.published.memory_kinds import figure_of
 from planner.published.reading import MeasuredRow

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.published.estimate.memory import training_memory
-from planner.published.estimate.training_run import (
+from planner.cost.memory.device import training_memory
+from planner.cost.training_run import (
     LayeredNetwork,
     OptimizerSharding,
     Recompute,

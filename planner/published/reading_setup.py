@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.published.estimate.training_run import (
+from planner.cost.training_run import (
     NOVOGRAD,
     LayeredNetwork,
     OptimizerSharding,

@@ -13,9 +13,9 @@ import numpy as np
 
 from planner.cost.software_file import SoftwareCoefficients
 from planner.cost.stacks import Stack, family_of
+from planner.cost.training_run import TrainingRun, TransformerShape
 from planner.published.estimate.columns import FloatArray
 from planner.published.estimate.step import Coefficients
-from planner.published.estimate.training_run import TrainingRun, TransformerShape
 
 DEVICE_COEFFICIENTS = ("matmul", "low_precision", "attention", "memory", "inside", "outside", "launch", "jitter")
 """Of a device: factors on kernels, messages and the host's time for a launch; the delay for each doubling of nodes."""

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planner.cost.memory_traits import traits_of
-from planner.cost.stacks import AttentionKernel, Stack
-from planner.published.estimate.pipeline_residency import BOTH_DIRECTIONS, V_SHAPED, schedule_name
-from planner.published.estimate.stage_parameters import (
+from planner.cost.memory.in_flight import BOTH_DIRECTIONS, V_SHAPED, schedule_name
+from planner.cost.memory.parameters import (
     distinct_stages,
     even_chunks,
     local_vocabulary,
     stage_contents,
     stage_parameters,
 )
-from planner.published.estimate.training_run import (
+from planner.cost.memory_traits import traits_of
+from planner.cost.stacks import AttentionKernel, Stack
+from planner.cost.training_run import (
     OptimizerSharding,
     Recompute,
     TrainingRun,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.cost.stacks import Stack, family_of
-from planner.published.estimate.training_run import NOVOGRAD, LayeredNetwork, LayerWork, TrainingRun
+from planner.cost.training_run import NOVOGRAD, LayeredNetwork, LayerWork, TrainingRun
 from simulator.collectives import collective_time
 from simulator.errors import InputError
 from simulator.hardware import Hardware

@@ -13,6 +13,7 @@ import numpy as np
 
 from planner.cost.layered_parameters import USUAL_BALANCE, USUAL_REACH, LayeredCoefficients, LayeredParameters
 from planner.cost.stacks import Stack, family_of
+from planner.cost.training_run import LayeredNetwork, TrainingRun
 from planner.published.estimate.coefficients import stack_key
 from planner.published.estimate.layered_table import (
     FloatArray,
@@ -26,7 +27,6 @@ from planner.published.estimate.layered_table import (
     layered_times,
     product_kind,
 )
-from planner.published.estimate.training_run import LayeredNetwork, TrainingRun
 from simulator.hardware import Hardware
 
 _WORKSPACE_SHARE = 0.25

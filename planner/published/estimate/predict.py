@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.cost.memory.device import peak_memory
 from planner.cost.software_file import SoftwareFile, shipped_software
+from planner.cost.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
 from planner.published.estimate.coefficients import gather, interval_key
 from planner.published.estimate.columns import FloatArray, stage_layers
 from planner.published.estimate.layered_work import parameters_of, predict_layered
-from planner.published.estimate.memory import peak_memory
 from planner.published.estimate.step import Coefficients, StageTimes, Step, stage_times, step_times
-from planner.published.estimate.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
 from planner.published.estimate.work import work_of
 from simulator.errors import InputError, ProgramError
 from simulator.pipeline import PipelineCosts, simulate_pipeline

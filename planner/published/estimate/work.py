@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from planner.cost.memory_traits import LOW_PRECISION_BYTES
 from planner.cost.stacks import AttentionKernel, family_of
+from planner.cost.training_run import TrainingRun
 from planner.cost.work import OPTIMIZERS, update_bytes
 from planner.published.estimate.columns import Columns, FloatArray, columns_of
-from planner.published.estimate.training_run import TrainingRun
 from planner.published.estimate.transformer_work import (
     FusedAttention,
     MatrixProduct,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from planner.published.estimate.training_run import TrainingRun
+from planner.cost.training_run import TrainingRun
 from planner.published.estimate.work import work_of
 from planner.published.fitting import StepFit
 from planner.published.reading import MeasuredRow

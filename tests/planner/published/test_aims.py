@@ -6,6 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from planner.cost.training_run import (
+    Experts,
+    LayeredNetwork,
+    OptimizerSharding,
+    TrainingRun,
+    TrainingSetup,
+    TransformerShape,
+)
 from planner.published.aims import (
     ADAPTERS,
     AIMS,
@@ -18,14 +26,6 @@ from planner.published.aims import (
     LOW_PRECISION,
     TRANSFORMERS,
     group_of,
-)
-from planner.published.estimate.training_run import (
-    Experts,
-    LayeredNetwork,
-    OptimizerSharding,
-    TrainingRun,
-    TrainingSetup,
-    TransformerShape,
 )
 from planner.published.results import Metrics
 from simulator.profiles import load_profile

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from planner.cost.software_file import ANY
+from planner.cost.training_run import TrainingRun, TrainingSetup
 from planner.published.calibrating import Calibration, Folds, calibrate_steps, held_out_predictions, intervals, usable
 from planner.published.estimate.layered import lookup
 from planner.published.estimate.predict import predict_runs
-from planner.published.estimate.training_run import TrainingRun, TrainingSetup
 from planner.published.fitting import DEVICE_PRIORS, STACK_PRIORS
 from planner.published.reading import MeasuredRow
 from tests.planner.published.estimate.transformers import SOFTWARE, profile

@@ -10,9 +10,9 @@ import pytest
 
 from planner.cost.layered_parameters import LayeredCoefficients
 from planner.cost.stacks import Stack, family_of
+from planner.cost.training_run import LayeredNetwork, TrainingRun, TrainingSetup
 from planner.published.estimate.layered import lookup
 from planner.published.estimate.layered_work import parameters_of, predict_layered
-from planner.published.estimate.training_run import LayeredNetwork, TrainingRun, TrainingSetup
 from planner.published.fitting_layered import (
     DEVICE_PRIORS,
     HOST_PRIORS,

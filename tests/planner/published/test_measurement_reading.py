@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.published.estimate.training_run import (
+from planner.cost.training_run import (
     LayeredNetwork,
     OptimizerSharding,
     Recompute,

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from planner.cli.app import app
+from planner.cost.training_run import RunPrediction
 from planner.planning.planning import plan_network
 from planner.plans.request import PlanRequest, read_pins
 from planner.published.commands import command_lines
-from planner.published.estimate.training_run import RunPrediction
 from planner.published.pinned import NotPinnedError, pinned_run
 from planner.published.planned import Planner, Workplace, predict_planned
 from planner.published.predictions import RECOMPUTED

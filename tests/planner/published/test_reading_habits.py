@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from planner.cost.memory.figures import MemoryFigure
 from planner.cost.stacks import AttentionKernel
-from planner.published.estimate.memory_figures import MemoryFigure
-from planner.published.estimate.training_run import Experts, OptimizerSharding, TrainingSetup, TransformerShape
+from planner.cost.training_run import Experts, OptimizerSharding, TrainingSetup, TransformerShape
 from planner.published.memory_doubts import (
     CONTRADICTION,
     MISSING_FACT,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.published.estimate.training_run import LayeredNetwork, TransformerShape
+from planner.cost.training_run import LayeredNetwork, TransformerShape
 from planner.published.reading import MeasuredRow, read_measurements
 from planner.published.source_rules import CHOSEN_TO_FIT
 from tests.measurements import write_measurements

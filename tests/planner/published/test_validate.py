@@ -16,9 +16,9 @@ import hw_profiles
 import planner.cli.validate
 from planner.cli.app import app
 from planner.cost.software_file import parse_software
+from planner.cost.training_run import RunPrediction, TrainingRun
 from planner.published.calibrating import calibrate_steps
 from planner.published.calibration_files import write_calibration
-from planner.published.estimate.training_run import RunPrediction, TrainingRun
 from planner.published.predictions import COLUMNS, prediction_lines, score
 from planner.published.reading import read_measurements
 from simulator.errors import ProfileError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.cost.training_run import LayeredNetwork
 from planner.published.estimate.layered.builder import NetworkBuilder
 from planner.published.estimate.layered.residual import CLASSES, DEPTHS, ResidualForm, basic_block, bottleneck
-from planner.published.estimate.training_run import LayeredNetwork
 
 Kernels = int | tuple[int, int]
 Branch = Sequence[tuple[int, Kernels] | tuple[int, Kernels, int]]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from planner.published.estimate.training_run import LayeredNetwork, LayerWork
+from planner.cost.training_run import LayeredNetwork, LayerWork
 from simulator.program import Kernel
 
 _SECTOR_ELEMENTS = 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from planner.cost.training_run import LayeredNetwork
 from planner.published.estimate.layered.builder import NetworkBuilder
 from planner.published.estimate.layered.mobile import efficientnet_body, mobilenet_v1_body, mobilenet_v2_body
 from planner.published.estimate.layered.residual import DEPTHS, ResidualForm, bottleneck, stem
-from planner.published.estimate.training_run import LayeredNetwork
 
 SAMPLE = "annotated image"
 COCO_CLASSES = 81

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
+from planner.cost.training_run import LayeredNetwork
 from planner.published.estimate.layered import (
     branched,
     detection,
@@ -17,7 +18,6 @@ from planner.published.estimate.layered import (
     yolo,
 )
 from planner.published.estimate.layered.residual import ResidualForm
-from planner.published.estimate.training_run import LayeredNetwork
 from simulator.program import Kernel
 
 Match = re.Match[str]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from planner.cost.training_run import LayeredNetwork
 from planner.published.estimate.layered.builder import NetworkBuilder, divisible
-from planner.published.estimate.training_run import LayeredNetwork
 
 CLASSES = 1000
 

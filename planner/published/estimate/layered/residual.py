@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.cost.training_run import LayeredNetwork
 from planner.published.estimate.layered.builder import NetworkBuilder
-from planner.published.estimate.training_run import LayeredNetwork
 
 CLASSES = 1000
 DEPTHS = {

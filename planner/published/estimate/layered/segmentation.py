@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.cost.training_run import LayeredNetwork
 from planner.published.estimate.layered.builder import NetworkBuilder
 from planner.published.estimate.layered.residual import DEPTHS, ResidualForm, bottleneck, stem
-from planner.published.estimate.training_run import LayeredNetwork
 
 UNET_WIDTHS = (64, 128, 256, 512, 1024)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.cost.training_run import LayeredNetwork
 from planner.published.estimate.layered.builder import NetworkBuilder
 from planner.published.estimate.layered.mobile import inverted
-from planner.published.estimate.training_run import LayeredNetwork
 
 CLASSES = 1000
 SAMPLE = "augmented image"

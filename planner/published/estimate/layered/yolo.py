@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from planner.cost.training_run import LayeredNetwork
 from planner.published.estimate.layered.builder import NetworkBuilder
-from planner.published.estimate.training_run import LayeredNetwork
 
 SAMPLE = "mosaic image"
 USUAL_SIDE = 640

@@ -9,9 +9,9 @@ import pytest
 
 from planner.cost.software_file import STACK_COEFFICIENTS, SoftwareCoefficients
 from planner.cost.stacks import family_of
+from planner.cost.training_run import TrainingRun
 from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS, NEUTRAL, combine, gather, stack_key
 from planner.published.estimate.step import Coefficients
-from planner.published.estimate.training_run import TrainingRun
 from simulator.profile_file import TrainingPart
 from simulator.profiles import profile_names
 from tests.planner.published.estimate.transformers import profile, run

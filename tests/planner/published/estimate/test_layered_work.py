@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layered_parameters import USUAL_BALANCE, USUAL_REACH, LayeredCoefficients, LayeredParameters
+from planner.cost.memory.device import training_memory
 from planner.cost.stacks import Stack, family_of
+from planner.cost.training_run import (
+    NOVOGRAD,
+    LayeredNetwork,
+    TrainingRun,
+    TrainingSetup,
+    TransformerShape,
+)
 from planner.published.estimate.layered import lookup
 from planner.published.estimate.layered.builder import NetworkBuilder
 from planner.published.estimate.layered_table import LayeredTable, bytes_per_cycle, layered_times
@@ -19,14 +27,6 @@ from planner.published.estimate.layered_work import (
     parameters_of,
     predict_layered,
     typical_batch,
-)
-from planner.published.estimate.memory import training_memory
-from planner.published.estimate.training_run import (
-    NOVOGRAD,
-    LayeredNetwork,
-    TrainingRun,
-    TrainingSetup,
-    TransformerShape,
 )
 from simulator.errors import InputError
 from simulator.profiles import load_profile

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.memory.activations import layer_activations
+from planner.cost.memory.device import reserved_memory_bytes, training_memory
+from planner.cost.memory.figures import MemoryFigure
+from planner.cost.memory.in_flight import stage_residency
+from planner.cost.memory.parameters import parameter_count, stage_contents, stage_parameters
 from planner.cost.memory_traits import traits_of
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.published.estimate.memory import reserved_memory_bytes, training_memory
-from planner.published.estimate.memory_figures import MemoryFigure
-from planner.published.estimate.pipeline_residency import stage_residency
-from planner.published.estimate.saved_activations import layer_activations
-from planner.published.estimate.stage_parameters import parameter_count, stage_contents, stage_parameters
-from planner.published.estimate.training_run import (
+from planner.cost.training_run import (
     Experts,
     LatentAttention,
     LayeredNetwork,

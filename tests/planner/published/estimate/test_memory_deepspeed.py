@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from planner.cost.memory.device import training_memory
 from planner.cost.memory_traits import PLAIN_LOSS_BYTES, SUB_GROUP_ELEMENTS, traits_of
 from planner.cost.stacks import Stack
-from planner.published.estimate.memory import training_memory
-from planner.published.estimate.training_run import OptimizerSharding, TrainingRun, TrainingSetup
+from planner.cost.training_run import OptimizerSharding, TrainingRun, TrainingSetup
 from tests.planner.published.estimate.test_memory import A100, gpt, run
 
 

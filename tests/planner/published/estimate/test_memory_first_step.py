@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from planner.cost.memory.activations import layer_activations
+from planner.cost.memory.device import training_memory
 from planner.cost.memory_traits import traits_of
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.published.estimate.memory import training_memory
-from planner.published.estimate.saved_activations import layer_activations
-from planner.published.estimate.training_run import OptimizerSharding
+from planner.cost.training_run import OptimizerSharding
 from tests.planner.published.estimate.test_memory import LLAMA_7B, llama, run
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner.published.estimate.memory import training_memory
+from planner.cost.memory.device import training_memory
 from planner.published.memory_kinds import figure_of
 from planner.published.reading import read_measurements
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from planner.cost.memory.device import training_memory
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.published.estimate.memory import training_memory
 from tests.planner.published.estimate.test_memory import LLAMA_7B, run
 
 TOKENS = LLAMA_7B.sequence_length

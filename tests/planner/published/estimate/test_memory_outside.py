@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from planner.cost.memory.device import training_memory
+from planner.cost.memory.outside import context_bytes, workspace_bytes
 from planner.cost.memory_traits import traits_of
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.published.estimate.memory import training_memory
-from planner.published.estimate.memory_outside import context_bytes, workspace_bytes
-from planner.published.estimate.training_run import TrainingSetup
+from planner.cost.training_run import TrainingSetup
 from simulator.profiles import load_profile
 from tests.planner.published.estimate.test_memory import llama, run
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.cost.memory.device import peak_memory, training_memory
 from planner.cost.software_file import ANY, Interval
+from planner.cost.training_run import TrainingRun, TrainingSetup
 from planner.published.estimate.coefficients import interval_key
 from planner.published.estimate.layered import lookup
-from planner.published.estimate.memory import peak_memory, training_memory
 from planner.published.estimate.predict import pipeline_schedule, predict_runs
-from planner.published.estimate.training_run import TrainingRun, TrainingSetup
 from tests.planner.published.estimate.transformers import GPT, RUNS, SOFTWARE, profile, run
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planner.cost.memory.device import training_memory
 from planner.cost.memory_traits import SCRIPTED_LOSS_BYTES, traits_of
 from planner.cost.stacks import Stack
-from planner.published.estimate.memory import training_memory
+from planner.cost.training_run import OptimizerSharding, Recompute, TrainingRun
 from planner.published.estimate.step import Coefficients, StageTimes, stage_times
-from planner.published.estimate.training_run import OptimizerSharding, Recompute, TrainingRun
 from planner.published.estimate.work import Message, work_of
 from tests.planner.published.estimate.transformers import GPT, LLAMA, run
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.training_run import TrainingRun, TransformerShape
 from planner.published.estimate.predict import transformer_times
 from planner.published.estimate.step import Coefficients, StageTimes, Step, stage_times, step_times
-from planner.published.estimate.training_run import TrainingRun, TransformerShape
 from planner.published.estimate.transformer_work import Part
 from planner.published.estimate.work import work_of
 from tests.planner.published.estimate.transformers import DEEPSEEK, GPT, LLAMA, MIXTRAL, RUNS, SOFTWARE, T5, run

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.cost.memory.parameters import parameter_count
 from planner.cost.stacks import AttentionKernel, Stack
+from planner.cost.training_run import TrainingRun, TransformerShape
 from planner.published.estimate.columns import columns_of
-from planner.published.estimate.stage_parameters import parameter_count
-from planner.published.estimate.training_run import TrainingRun, TransformerShape
 from planner.published.estimate.transformer_work import (
     FusedAttention,
     MatrixProduct,

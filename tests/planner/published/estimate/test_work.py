@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.published.estimate.training_run import OptimizerSharding, Recompute, TrainingSetup, TransformerShape
+from planner.cost.training_run import OptimizerSharding, Recompute, TrainingSetup, TransformerShape
 from planner.published.estimate.transformer_work import Part
 from planner.published.estimate.work import LAYOUT_BYTES, Message, Phase, Work, WorkClass, collective_seconds, work_of
 from simulator.collectives import collective_time

@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.cost.layered_parameters import LayeredCoefficients
 from planner.cost.software_file import ANY, Interval, SoftwareCoefficients, SoftwareFile
-from planner.published.estimate.training_run import (
+from planner.cost.training_run import (
     Experts,
     LatentAttention,
     TrainingRun,

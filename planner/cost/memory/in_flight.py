@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.published.estimate.training_run import TrainingSetup
+from planner.cost.training_run import TrainingSetup
 from simulator.errors import InputError
 
 WEIGHT_GRADIENT_SHARE = 32 / 34

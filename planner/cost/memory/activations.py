@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from planner.cost.memory_traits import LOW_PRECISION_BYTES, UNEVEN_ROUTING, MemoryTraits
 from planner.cost.stacks import AttentionKernel
-from planner.published.estimate.training_run import Recompute, TrainingSetup, TransformerShape
+from planner.cost.training_run import Recompute, TrainingSetup, TransformerShape
 
 _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
 

@@ -13,7 +13,7 @@ from planner.cost.memory_traits import (
     MemoryTraits,
 )
 from planner.cost.stacks import Stack, family_of
-from planner.published.estimate.training_run import TrainingSetup
+from planner.cost.training_run import TrainingSetup
 from simulator.hardware import Hardware
 
 _family_of = lru_cache(maxsize=256)(family_of)

@@ -1,4 +1,4 @@
-"""Device memory of a training run, by stage and use: see `planner.published.estimate.memory_figures`.
+"""Device memory of a training run, by stage and use: see `planner.cost.memory.figures`.
 
 A run goes out of memory when it would have to reserve more than the profile says a job can use (the profile already
 takes the context off).
@@ -10,6 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from planner.cost.memory.activations import LayerActivations, bias_bytes, layer_activations
+from planner.cost.memory.figures import MemoryEstimate, StageMemory
+from planner.cost.memory.in_flight import stage_residency
+from planner.cost.memory.outside import context_bytes, workspace_bytes
+from planner.cost.memory.parameters import (
+    RankParameters,
+    StageContent,
+    distinct_stages,
+    layer_parameters,
+    local_vocabulary,
+    stage_contents,
+    stage_parameters,
+)
+from planner.cost.memory.states import States, accumulated_apart, shards, states_of, step_bytes
 from planner.cost.memory_traits import (
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,
@@ -20,21 +34,7 @@ from planner.cost.memory_traits import (
     traits_of,
 )
 from planner.cost.stacks import AttentionKernel
-from planner.published.estimate.memory_figures import MemoryEstimate, StageMemory
-from planner.published.estimate.memory_outside import context_bytes, workspace_bytes
-from planner.published.estimate.pipeline_residency import stage_residency
-from planner.published.estimate.saved_activations import LayerActivations, bias_bytes, layer_activations
-from planner.published.estimate.stage_parameters import (
-    RankParameters,
-    StageContent,
-    distinct_stages,
-    layer_parameters,
-    local_vocabulary,
-    stage_contents,
-    stage_parameters,
-)
-from planner.published.estimate.standing_states import States, accumulated_apart, shards, states_of, step_bytes
-from planner.published.estimate.training_run import (
+from planner.cost.training_run import (
     LayeredNetwork,
     OptimizerSharding,
     Recompute,

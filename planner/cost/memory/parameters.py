@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.published.estimate.pipeline_residency import BOTH_DIRECTIONS, V_SHAPED, schedule_name
-from planner.published.estimate.training_run import TrainingSetup, TransformerShape
+from planner.cost.memory.in_flight import BOTH_DIRECTIONS, V_SHAPED, schedule_name
+from planner.cost.training_run import TrainingSetup, TransformerShape
 from simulator.errors import InputError
 
 VOCABULARY_MULTIPLE = 128

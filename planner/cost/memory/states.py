@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.cost.memory.parameters import RankParameters
 from planner.cost.memory_traits import (
     EIGHT_BIT_OPTIMIZERS,
     LOW_PRECISION_BYTES,
@@ -11,8 +12,7 @@ from planner.cost.memory_traits import (
     SUB_GROUP_ELEMENTS,
     MemoryTraits,
 )
-from planner.published.estimate.stage_parameters import RankParameters
-from planner.published.estimate.training_run import OptimizerSharding, TrainingSetup
+from planner.cost.training_run import OptimizerSharding, TrainingSetup
 from simulator.errors import InputError
 
 _BOTH_GRADIENTS = 6

@@ -325,7 +325,7 @@ class TrainingRun:
 class RunPrediction:
     """What is predicted for a run; ``breakdown`` in seconds adds up to ``step_time_s``, ``memory`` to the peak.
 
-    ``memory_figures`` are the peaks that tools show, by the names of `planner.published.estimate.memory.MemoryFigure`.
+    ``memory_figures`` are the peaks that tools show, by the names of `planner.cost.memory.device.MemoryFigure`.
     """
 
     step_time_s: float
