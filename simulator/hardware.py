@@ -189,6 +189,7 @@ class Hardware:
     them the roofline of ``kernels`` counts. ``overlap_compute_speed`` and ``overlap_transfer_speed`` are the
     parts of their speed that kernels and messages keep while they run at the same time. ``training`` holds factors
     that whole training steps put on kernels and messages: `planner.published.estimate.coefficients` says which.
+    ``host_memory_bytes`` are those of a node's host, infinite where a profile does not say;
     ``host_memory_bandwidth`` is that of a node's processors in bytes/s, ``disk_bandwidth`` that of its disks; its
     devices share both.
     ``kernel_slowdowns`` replace ``slowdown_table`` for single classes, and ``waiting_table`` is the part of both in
@@ -221,6 +222,7 @@ class Hardware:
     overlaps_communication: bool = True
     collective_overhead_s: float = 0.0
     host_memory_bandwidth: float = HOST_MEMORY_BANDWIDTH
+    host_memory_bytes: float = math.inf
     disk_bandwidth: float = DISK_BANDWIDTH
     collective_algorithms: tuple[str, ...] = ("tree", "hierarchical", "switch")
     pinned_algorithms: Mapping[Collective, str] = field(default_factory=dict)

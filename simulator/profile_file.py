@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -258,6 +259,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         uncertainty=Uncertainty(**profile.uncertainty.model_dump()),
         overlaps_communication=profile.overlaps_communication.value,
         collective_overhead_s=overhead.value if overhead else 0.0,
+        host_memory_bytes=float(topology.host_memory_bytes.value) if topology.host_memory_bytes else math.inf,
         host_memory_bandwidth=memory.value if memory else HOST_MEMORY_BANDWIDTH,
         disk_bandwidth=disk.value if disk else DISK_BANDWIDTH,
         collective_algorithms=tuple(algorithms.value) if algorithms else ("tree", "hierarchical", "switch"),
@@ -315,7 +317,7 @@ def _values(entries: Mapping[Any, Sourced[float]]) -> dict[str, float]:
 
 
 _OPTIONAL = (
-    *("node", "fabric", "pinned_algorithms", "host_memory_bandwidth_bytes_per_s"),
+    *("node", "fabric", "pinned_algorithms", "host_memory_bandwidth_bytes_per_s", "host_memory_bytes"),
     "disk_bandwidth_bytes_per_s",
 )
 """Parts of a topology that need not be there."""

@@ -52,6 +52,7 @@ class TopologyPart(Part):
     devices_per_node: Sourced[Count]
     node_device_counts: Sourced[Annotated[list[Count], Field(min_length=1)]]
     collective_overhead_s: Sourced[NonNegative] | None = None
+    host_memory_bytes: Sourced[Positive] | None = None
     host_memory_bandwidth_bytes_per_s: Sourced[Positive] | None = None
     disk_bandwidth_bytes_per_s: Sourced[Positive] | None = None
     collective_algorithms: (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -88,6 +89,7 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
     yield "stages", stages_text(plan)
     yield "topology", levels
     yield "memory", memory_kinds_text(best.prediction.memory_at_peak)
+    yield "fits", _fits_text(best.prediction)
     yield "certificate", _certificate_text(certificate, best.prediction)
     yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source}){difference_text(best.prediction)}"
     yield (
@@ -104,6 +106,16 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
     for message in result.messages:
         yield "note", message
     yield "written", strategy_file
+
+
+def _fits_text(prediction: Prediction) -> str:
+    """How probable it is that the devices hold the plan, and what the host of a node holds of it."""
+    text = f"P(fits) {percent_text(prediction.p_fits)}"
+    if prediction.host_memory_bytes:
+        limit = prediction.host_limit_bytes
+        of = f" of {bytes_text(limit)}" if isfinite(limit) else ""
+        text += f", host memory of a node {bytes_text(prediction.host_memory_bytes)}{of}"
+    return text
 
 
 def stages_text(plan: Plan) -> str:

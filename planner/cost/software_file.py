@@ -85,6 +85,19 @@ class LayeredPart(Part):
     stacks: dict[StackName, dict[LayeredStack, NonNegative]]
 
 
+class MemoryHabits(Part):
+    """What software holds in device memory: fields of `planner.cost.training_run.TrainingSetup`.
+
+    ``gradient_bytes`` are those of a 16-bit gradient as it is kept and summed, 0 where that is as the stack has it
+    (`planner.cost.memory.states.usual_gradient_bytes`).
+    """
+
+    gradient_bytes: Literal[0, 2, 4, 6] = 0
+    reduce_bucket_elements: NonNegative = 0.0
+    vocabulary_parallel_loss: bool = True
+    eager_kernels: bool = False
+
+
 class Software(Part):
     """Software that plans run on: a stack, and what its users' usual settings make of kernels and messages.
 
@@ -108,6 +121,8 @@ class Software(Part):
         What fuses operators, one of `planner.graph.fusion`.
     attention
         The fused kernel of attention by family of the device; where none is named, the profile's.
+    memory
+        What it holds in device memory, where that is not as its stack has it.
     """
 
     title: str
@@ -119,6 +134,7 @@ class Software(Part):
     single_gathers: bool = False
     fusion: Literal["single", "compiler", "library"] = "single"
     attention: dict[str, Literal["flash", "flash2", "vendor"]] = Field(default_factory=dict)
+    memory: MemoryHabits = Field(default_factory=MemoryHabits)
 
 
 class Usual(Part):
@@ -133,14 +149,36 @@ class Usual(Part):
     other: str
 
 
+class MemoryErrorsPart(Part):
+    """How far predictions of memory are from measurements.
+
+    ``quantiles`` are of measured over predicted bytes, from the least to the largest in equal steps of probability.
+    """
+
+    quantiles: Annotated[list[Positive], Field(min_length=3, max_length=101)]
+    rows: Count
+    source: Source
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if self.quantiles != sorted(self.quantiles):
+            raise ValueError("quantiles must not fall; list them from the least to the largest")
+        return self
+
+
 class StacksPart(Part):
-    """The file of software: what there is, and what is usual on which family of devices."""
+    """The file of software: what there is, and what is usual on which family of devices.
+
+    ``memory_errors`` are those of plans whose memory is that of named software, and of plans of which live tensors
+    alone are known.
+    """
 
     format: Literal["meshwright-stacks"]
     version: Literal[1]
     software: dict[str, Software]
     usual: dict[str, Usual]
     usual_source: str
+    memory_errors: dict[Literal["software", "tensors"], MemoryErrorsPart]
 
     @model_validator(mode="after")
     def _usual_is_known(self) -> Self:

@@ -1,6 +1,6 @@
 """A training run in the words of the field: what is trained, how it is cut, in which software, on which cluster.
 
-These records are what `planner.published.estimate` predicts from. They name no source and no measured value.
+Memory is predicted from these records, and the steps of published runs. They name no source and no measured value.
 """
 
 from __future__ import annotations
@@ -289,6 +289,9 @@ class TrainingSetup:
     separate_gate: bool = False
     """Gate and inner values of a gated network are products apart, each with its own sum of input gradients over
     ``tp``."""
+    stage_recompute: tuple[tuple[int, int], ...] = ()
+    """Layers that ``full`` and that ``selective`` recompute covers, of each pipeline rank; ``recompute`` then says
+    nothing."""
 
     def __post_init__(self) -> None:
         _check_counts(self, _DEGREES)

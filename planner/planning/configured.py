@@ -14,6 +14,7 @@ from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
 from planner.planning.analytic import analytic_breakdown
+from planner.planning.host_memory import host_refusal
 from planner.planning.prediction import Prediction, predict_plan
 from planner.planning.rescoring import Contender, Field, Foretold, rescore
 from planner.planning.shared_tables import NetworkTables
@@ -455,6 +456,11 @@ class Configured:
             prediction = foretold.prediction
             if prediction is None:
                 explored.refused = explored.refused or foretold.refused
+                return None
+            if not prediction.host_fits:
+                explored.refused = explored.refused or host_refusal(
+                    prediction.host_memory_bytes, prediction.host_limit_bytes
+                )
                 return None
             over = prediction.peak_memory_bytes - limit
             if over <= 0:

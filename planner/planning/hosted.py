@@ -89,5 +89,5 @@ def simulated_costs(
             yield f"{name}={text}", 0.0, ""
             continue
         other = predict_plan(replace(plan, **change), graph, hardware)
-        if other.peak_memory_bytes <= other.device_memory_bytes:
+        if other.fits:
             yield f"{name}={text}", max(0.0, prediction.step_time_s - other.step_time_s), where

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from planner.graph.folding import template_name
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
 from planner.planning.prediction import Prediction, predict_plan, without_rounding
@@ -19,6 +18,7 @@ from planner.plans.plan import (
     Plan,
     Status,
     optimizer_sharding,
+    stored_parameters,
 )
 from planner.search.candidates import ALTERNATIVE, NOTHING_KNOWN, ROOMY, Found, Known, Misfit, Space, closed, explore
 from planner.search.configurations.buckets import USUAL
@@ -27,7 +27,6 @@ from planner.search.patience import Patience
 from planner.search.problem.solution import Solution, node_rules, parts_of
 from planner.search.problem.unaligned import in_runs
 from planner.search.recursive_programming import with_bound
-from planner.sharding.placement import Placements
 from simulator.errors import InputError
 from simulator.quantities import bytes_text
 
@@ -187,7 +186,7 @@ class OneStagePlans:
             # The bound of the tighter limit does not hold for the device's own; that of the first search does.
             least = min(bound, again.solution.lower_bound_s)
             foretold = self._foretold(replace(again, solution=replace(again.solution, lower_bound_s=least)))
-        if foretold.prediction is None or foretold.prediction.peak_memory_bytes > limit:
+        if foretold.prediction is None or not foretold.prediction.fits:
             return None
         return Candidate(plan=foretold.plan, prediction=foretold.prediction, reason="")
 
@@ -249,23 +248,8 @@ def _sharding(
     space: Space, graph: OperatorGraph, item: Found, rules: Mapping[str, NodeRules], layers: tuple[LayerRules, ...]
 ) -> str:
     """What stored shards are called: the name that is pinned, or the one that needs no more messages."""
-    found = optimizer_sharding(item.mesh, _stored(graph, rules, layers))
+    found = optimizer_sharding(item.mesh, stored_parameters(graph, rules, layers))
     return space.pins.optimizer_sharding or found if found != "none" else found
-
-
-def _stored(
-    graph: OperatorGraph, rules: Mapping[str, NodeRules], layers: Iterable[LayerRules]
-) -> Iterator[tuple[int, Placements]]:
-    """Elements and placements of the parameters; equal layers may store theirs in different ways."""
-    nodes = {parameter.node for parameter in graph.parameters}
-    elements = {graph.nodes[i].name: graph.nodes[i].outputs[0].elements for i in nodes}
-    for run in graph.runs:
-        for name in [graph.nodes[i].name for i in run.first if i in nodes]:
-            elements[template_name(name, run.prefix)] = elements[name]
-    parts = [(1, rules), *((part.last - part.first + 1, part.rules) for part in layers)]
-    for times, part_rules in parts:
-        for name in part_rules.keys() & elements.keys():
-            yield times * elements[name], tuple(rule.outputs[0] for rule in part_rules[name])
 
 
 def why_infeasible(space: Space, misfits: Iterable[Misfit]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.planning.hosted import left_out
 from planner.planning.one_stage import Candidate
-from planner.plans.plan import Plan, Status
+from planner.plans.plan import Plan, Status, stored_parameters
 from planner.sharding.rules import has_rule
 from simulator.errors import UnsupportedError
 from simulator.program import Kernel
@@ -27,8 +27,32 @@ def interrupted(candidates: Sequence[Candidate], explored_gap: float | None) -> 
         yield f"the search was interrupted: this is the best plan so far, at most {percent_text(gap)} from the best"
 
 
+NOTICED_WHOLE = 0.05
+"""Part of the parameters that may stay whole, as norms and biases do, before it is said."""
 NOTICED_SHARE, MEANINGLESS_SHARE = 0.01, 0.5
 """Parts of a network's work that operators without a rule may do before a plan proves nothing, or means nothing."""
+
+
+def unsharded(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
+    """Say how much of the parameters stays whole where a plan shards states, and the ranks that would shard more.
+
+    A parameter is cut along a dim that the ranks divide. FSDP2 and DeepSpeed pad a shard instead, and so does what is
+    predicted of their memory.
+    """
+    data = next((i for i, axis in enumerate(plan.mesh.axes) if axis.name == "data"), None)
+    if plan.optimizer_sharding == "none" or data is None:
+        return
+    total = whole = 0
+    for elements, placements in stored_parameters(graph, plan.rules, plan.layers):
+        total += elements
+        whole += elements * (placements[data] < 0)
+    if whole > NOTICED_WHOLE * total:
+        ranks = plan.shard_size or plan.mesh.axes[data].size
+        yield (
+            f"optimizer_sharding={plan.optimizer_sharding} over {ranks} ranks leaves {percent_text(whole / total)} of "
+            f"the parameters whole on every rank: they have no dim that {ranks} divides; use a shard_size that divides "
+            "them, or software that pads shards"
+        )
 
 
 def without_rules(graph: OperatorGraph) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from planner.planning.plan_messages import (
     interrupted,
     proven,
     refuse_meaningless,
+    unsharded,
     without_rules,
 )
 from planner.planning.prediction import Prediction, precision_notes
@@ -248,6 +249,7 @@ def _planned(
         "refining": refining,
     }
     notes = (*without_rules(graph), *graph.notes, *precision_notes(hardware, setting.dtype))
+    notes += tuple(unsharded(candidates[0].plan, graph)) if candidates else ()
     notes += (*costs_left_out(candidates), *idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
     return PlanResult(
         status=candidates[0].plan.certificate.status if candidates else Status.INFEASIBLE,

@@ -6,13 +6,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 
 import numpy as np
 
+from planner.cost.memory.doubt import probability_to_fit
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
+from planner.planning.host_memory import host_memory_bytes
 from planner.planning.mixed_pipeline import lower_mixed
+from planner.planning.software_memory import software_memory
 from planner.planning.start_time import start_s
 from planner.plans.plan import Plan
 from planner.plans.request import PRECISIONS
@@ -43,8 +47,12 @@ class Prediction:
 
     ``mfu`` is the share of the devices' peak that the network's own floating point operations reach;
     ``breakdown`` adds up to the step time (the mean of all pipeline ranks); ``memory_at_peak`` to the peak, which is
-    that of pipeline rank ``peak_rank``. ``analytic`` are the parts of the closed form that the search minimised, where
-    it did. ``start_s`` passes once, before the first step.
+    that of pipeline rank ``peak_rank``. Where the plan names software, and `planner.planning.software_memory` describes
+    the plan, memory is what that software reserves, and ``memory_figures`` what tools show of it, by the names of
+    `planner.cost.memory.figures.MemoryFigure`; else it is that of live tensors. ``p_fits`` is how probable it is that
+    a device has as much, by the errors of such predictions. ``host_memory_bytes`` is what a node's host holds of the
+    ``host_limit_bytes`` that it has. ``analytic`` are the parts of the closed form that the search minimised, where it
+    did. ``start_s`` passes once, before the first step.
     """
 
     step_time_s: float
@@ -58,8 +66,23 @@ class Prediction:
     memory_at_peak: Mapping[str, int]
     breakdown: Mapping[str, float]
     peak_rank: int = 0
+    p_fits: float = 1.0
+    host_memory_bytes: int = 0
+    host_limit_bytes: float = inf
+    software: str = ""
+    memory_figures: Mapping[str, float] = field(default_factory=dict)
     analytic: Mapping[str, float] = field(default_factory=dict)
     start_s: float = 0.0
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether the host of a node holds what is moved there."""
+        return self.host_memory_bytes <= self.host_limit_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices and hosts hold the plan."""
+        return self.peak_memory_bytes <= self.device_memory_bytes and self.host_fits
 
 
 def check_products(hardware: Hardware, dtype: str) -> None:
@@ -213,7 +236,12 @@ def simulate_plan(
         result = _rerun(lowered, result, engine)
     memory = rank_memory(lowered)
     peak = int(np.argmax([rank.peak_bytes for rank in memory]))
-    at_peak = {str(kind): int(size) for kind, size in memory[peak].at_peak.items()}
+    at_peak = {str(kind): size for kind, size in memory[peak].at_peak.items()}
+    held = software_memory(plan, graph, hardware)
+    if held is not None:
+        at_peak, peak = held.fullest.by_kind(), held.stages.index(held.fullest)
+    by_kind = {kind: int(size) for kind, size in at_peak.items()}
+    needed, limit = sum(by_kind.values()), int(hardware.device_memory_bytes)
     uncertainty, step = hardware.uncertainty, result.step_time_s
     samples = plan.global_batch / step
     peak_flops = hardware.peak(computed_dtype(graph)) * plan.devices
@@ -224,11 +252,16 @@ def simulate_plan(
         samples_per_s=samples,
         tokens_per_s=None if plan.sequence_length is None else samples * plan.sequence_length,
         mfu=lowered.flops * plan.micro_batches / (step * peak_flops),
-        peak_memory_bytes=int(sum(memory[peak].at_peak.values())),
-        device_memory_bytes=int(hardware.device_memory_bytes),
-        memory_at_peak=at_peak,
+        peak_memory_bytes=needed,
+        device_memory_bytes=limit,
+        memory_at_peak=by_kind,
         breakdown=breakdown(lowered, result),
         peak_rank=peak,
+        p_fits=probability_to_fit(needed, limit, "tensors" if held is None else "software"),
+        host_memory_bytes=host_memory_bytes(plan, graph, hardware.devices_per_node),
+        host_limit_bytes=hardware.host_memory_bytes,
+        software=plan.software,
+        memory_figures={} if held is None else {str(kind): value for kind, value in held.figures().items()},
         start_s=start_s(plan, graph, hardware),
     )
     return SimulatedPlan(prediction=prediction, lowered=lowered, result=result, memory=memory)

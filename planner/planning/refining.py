@@ -91,8 +91,7 @@ def _better(search: Configured, found: Refined, plan: Plan) -> Refined:
     if _alike(plan, found.candidate.plan):
         return found
     prediction = predict_plan(plan, search.graph, search.hardware)
-    fits = prediction.peak_memory_bytes <= prediction.device_memory_bytes
-    if not fits or prediction.step_time_s >= best.step_time_s * (1 - 1e-6):
+    if not prediction.fits or prediction.step_time_s >= best.step_time_s * (1 - 1e-6):
         return tried
     return replace(tried, candidate=replace(found.candidate, plan=plan, prediction=_told(prediction, best)))
 

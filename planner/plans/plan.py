@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from planner.graph.folding import template_name
+from planner.graph.operator_graph import OperatorGraph
 from planner.networks.marks import Swap
 from planner.plans.exchange import UNASKED, Exchange
 from planner.sharding.placement import Mesh, Placements
@@ -265,3 +267,18 @@ def optimizer_sharding(mesh: Mesh, parameters: Iterable[tuple[int, Placements]])
         total += elements
         sharded += elements * (placements[axis] >= 0)
     return "zero1" if 2 * sharded > total else "none"
+
+
+def stored_parameters(
+    graph: OperatorGraph, rules: Mapping[str, NodeRules], layers: Iterable[LayerRules]
+) -> Iterator[tuple[int, Placements]]:
+    """Elements and placements of the parameters; equal layers may store theirs in different ways."""
+    nodes = {parameter.node for parameter in graph.parameters}
+    elements = {graph.nodes[i].name: graph.nodes[i].outputs[0].elements for i in nodes}
+    for run in graph.runs:
+        for name in [graph.nodes[i].name for i in run.first if i in nodes]:
+            elements[template_name(name, run.prefix)] = elements[name]
+    parts = [(1, rules), *((part.last - part.first + 1, part.rules) for part in layers)]
+    for times, part_rules in parts:
+        for name in part_rules.keys() & elements.keys():
+            yield times * elements[name], tuple(rule.outputs[0] for rule in part_rules[name])

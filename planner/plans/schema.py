@@ -167,6 +167,9 @@ class PredictionModel(_Strict):
     mfu: Fraction
     peak_memory_bytes: Count
     device_memory_bytes: Count
+    p_fits: Annotated[float, Field(ge=0, le=1)] | None = None
+    host_memory_bytes: Count | None = None
+    software: Text | None = None
     memory_at_peak: dict[Text, Count]
     breakdown: dict[Text, Seconds]
 

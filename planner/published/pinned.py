@@ -150,6 +150,8 @@ def _optimizer(setup: TrainingSetup, notes: list[str]) -> str:
 
 def software_of(setup: TrainingSetup) -> str:
     """The software by its stack and habits; empty where a plan cannot be told it."""
+    if setup.stack is Stack.EAGER and setup.reduce_bucket_elements:
+        return "transformers_deepspeed"
     if setup.overlap_gradients:
         return str(setup.stack) if str(setup.stack) in SOFTWARE else ""
     if setup.stack is Stack.DEEPSPEED:
@@ -222,18 +224,21 @@ def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
     if setup.ep > 1:
         experts = _expert_axis(setup)
         pins |= _expert_pins(setup) | {"order": EXPERTS_ORDER, "ep": str(experts)}
-        # States are shared out over copies of the same experts.
-        sharding = sharding if setup.dp > experts else OptimizerSharding.NONE
+        # Only states of what is no expert are shared out where every data-parallel rank has experts of its own.
+        alone = sharding is not OptimizerSharding.NONE and setup.dp <= experts
+        sharding = OptimizerSharding.ZERO1 if alone else sharding
     if setup.dp > 1:
         pins["optimizer_sharding"] = str(sharding)
-    if sharding is not OptimizerSharding.NONE:
-        pins["shard_size"] = str(setup.shard_group or setup.dp // _expert_axis(setup))
+    group = setup.shard_group or setup.dp // _expert_axis(setup)
+    if sharding is not OptimizerSharding.NONE and group > 1:
+        pins["shard_size"] = str(group)
     if stages := _stage_layers(run):
         pins["stage_layers"] = "-".join(map(str, stages))
     if setup.dp > 1:
         pins |= _messages(setup, sharding)
     pins |= _recompute(setup, notes)
-    for kept in ("offload_optimizer", "offload_parameters", "offload_activations"):
+    pins["offload_optimizer"] = str(setup.offload_optimizer).lower()
+    for kept in ("offload_parameters", "offload_activations"):
         if getattr(setup, kept):
             pins[kept] = "true"
     if setup.tp > 1:
@@ -267,11 +272,11 @@ def _messages(setup: TrainingSetup, sharding: OptimizerSharding) -> dict[str, st
 
 
 def _recompute(setup: TrainingSetup, notes: list[str]) -> dict[str, str]:
-    if setup.recompute_layers:
-        return {"recompute_layers": str(setup.recompute_layers)}
     if setup.every_second_product:
         notes.append("checkpoints of every second product planned as selective recomputation")
         return {"recompute": str(Recompute.SELECTIVE)}
+    if setup.recompute_layers:
+        return {"recompute_layers": str(setup.recompute_layers)}
     return {"recompute": str(setup.recompute)}
 
 
@@ -308,7 +313,7 @@ def _config(run: TrainingRun, network: TransformerShape, notes: list[str]) -> di
         "model_type": "gpt2", "n_layer": network.layers, "n_embd": network.hidden, "n_head": network.heads,
         "n_inner": network.feed_forward, "vocab_size": vocabulary, "n_positions": network.sequence_length,
         "tie_word_embeddings": network.tied_embeddings,
-    }  # fmt: skip
+    } | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1 * network.dropout)  # fmt: skip
 
 
 def _of_whole_heads(network: TransformerShape, notes: list[str]) -> TransformerShape:

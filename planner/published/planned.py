@@ -133,6 +133,7 @@ class Planner:
             fits=told.peak_memory_bytes <= memory,
             breakdown=dict(told.breakdown),
             memory={kind: float(size) for kind, size in told.memory_at_peak.items()},
+            memory_figures=dict(told.memory_figures),
             notes=run.approximated,
         )
 
@@ -156,7 +157,7 @@ def predict_planned(
         if isinstance(first, RunPrediction) and isinstance(outcome, RunPrediction) and outcome.fits:
             found[index] = replace(
                 first, fits=True, peak_memory_bytes=outcome.peak_memory_bytes, memory=outcome.memory,
-                notes=(*first.notes, RECOMPUTED),
+                memory_figures=outcome.memory_figures, notes=(*first.notes, RECOMPUTED),
             )  # fmt: skip
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from planner.cost.memory.states import usual_gradient_bytes
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import (
     NOVOGRAD,
@@ -445,11 +446,9 @@ def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
         return 0  # each gradient is used up at once
     if re.search(r"mp mode=pure|torchtune", words) and kind in ("fp16", "bf16"):
         return 2
-    if kind == "fp16" and used in (Stack.MEGATRON, Stack.DEEPSPEED, Stack.MINDSPORE, Stack.MINDSPEED):
-        return 2
     if re.search(r"deepspeed|aa-scaling", row.text("framework").lower()) and kind in ("fp16", "bf16"):
         return 2
-    return 4
+    return usual_gradient_bytes(used, kind)
 
 
 def optimizer(row: FileRow, network: Network) -> str:

@@ -17,11 +17,10 @@ from planner.graph.scaling import at_precision
 from planner.lowering.checked import precision_dtype
 from planner.planning import one_stage, planning
 from planner.planning.analytic import differing_term
-from planner.planning.one_stage import _stored
 from planner.planning.planning import PlanRequest, PlanResult, capture_for, plan_network
 from planner.planning.prediction import Prediction, predict_plan, simulate_plan
 from planner.plans.file import plan_to_text, read_plan, write_plan
-from planner.plans.plan import Plan, Status, optimizer_sharding
+from planner.plans.plan import Plan, Status, optimizer_sharding, stored_parameters
 from planner.plans.request import PIN_NAMES
 from planner.search.candidates import Found, Space
 from planner.search.configurations.storage import Storage
@@ -243,7 +242,7 @@ def test_the_name_of_the_storage_counts_every_range_of_layers(plan: Plan, sharde
         replace(layers, last=sharded - 1, rules=stored(0)),
         replace(layers, first=sharded, rules=stored(REPLICATE)),
     )
-    assert optimizer_sharding(plan.mesh, _stored(graph, {}, ranges)) == name
+    assert optimizer_sharding(plan.mesh, stored_parameters(graph, {}, ranges)) == name
 
 
 # Memory

@@ -34,20 +34,18 @@ class LayerActivations:
     alternate: float
     working: float
 
-    def kept(self, setup: TrainingSetup) -> float:
-        """What stands between forward and backward under the recompute of `setup`."""
-        return self.input if setup.recompute is Recompute.FULL else self.kept_without_full(setup)
-
-    def kept_without_full(self, setup: TrainingSetup) -> float:
-        """The same of a layer that is not computed again as a whole."""
-        core = self.core if setup.recompute is Recompute.SELECTIVE else 0.0
+    def kept(self, setup: TrainingSetup, mode: Recompute) -> float:
+        """What stands between forward and backward of a layer of which `mode` is computed again."""
+        if mode is Recompute.FULL:
+            return self.input
+        core = self.core if mode is Recompute.SELECTIVE else 0.0
         return self.saved - core - (self.function if setup.recompute_activation_function else 0.0)
 
-    def backward_working(self, setup: TrainingSetup) -> float:
+    def backward_working(self, setup: TrainingSetup, mode: Recompute) -> float:
         """What the backward of the layer needs besides `kept`, recomputed values included."""
         if setup.every_second_product:
             return self.working + self.saved - self.alternate
-        return self.working + self.saved - self.kept(setup)
+        return self.working + self.saved - self.kept(setup, mode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,12 +129,13 @@ class _Rank:
         parameters = stage_parameters(shape, setup, content, self.traits.padded_vocabulary)
         states, shard = states_of(parameters, setup, self.traits)
         in_flight = stage_residency(setup, index)
-        each = self._kept(content) * (1 - self._local_share(index)) + self._embedded(content)
+        kept, local = self._kept(index), self._local_share(index)
+        each = kept * (1 - local) + self._embedded(content)
         activations = each * in_flight
         if setup.offload_activations:
             # What one layer keeps is on its way to the host, what another one keeps on its way back.
-            activations = min(activations, 2 * self._kept(content) / max(content.layers, 1.0))
-        layer = working = self._working(content)
+            activations = min(activations, 2 * kept / max(content.layers, 1.0))
+        layer = working = self._working(index)
         if content.head:
             ends, loss = self._head(content)
             activations += ends
@@ -276,31 +277,41 @@ class _Rank:
         local = self.setup.local_share * sum(layers) - sum(layers[:index])
         return min(max(local / max(layers[index], 1.0), 0.0), 1.0)
 
-    def _kept(self, content: StageContent) -> float:
-        """Activations of one micro-batch in the layers of a stage."""
+    def _modes(self, index: int) -> tuple[tuple[float, Recompute], ...]:
+        """Shares of the layers of stage `index` by what is computed again of them."""
+        setup, layers = self.setup, max(self.contents[index].layers, 1.0)
+        if setup.stage_recompute:
+            full, selective = (min(count / layers, 1.0) for count in setup.stage_recompute[index])
+            shares = (full, Recompute.FULL), (selective, Recompute.SELECTIVE), (1 - full - selective, Recompute.NONE)
+            return tuple((share, mode) for share, mode in shares if share > 0)
+        if setup.recompute is Recompute.FULL and setup.recompute_layers < layers and setup.recompute_layers:
+            share = setup.recompute_layers / layers
+            return (share, Recompute.FULL), (1 - share, Recompute.NONE)
+        return ((1.0, setup.recompute),)
+
+    def _kept(self, index: int) -> float:
+        """Activations of one micro-batch in the layers of stage `index`."""
+        content, setup = self.contents[index], self.setup
         kinds = (
             (content.encoder_layers, self.encoder),
             (content.dense_layers, self.dense),
             (content.expert_layers, self.expert),
             (content.multi_token_layers, self.expert if self.shape.experts else self.dense),
         )
-        setup = self.setup
         if setup.every_second_product:
             return sum(count * layer.alternate for count, layer in kinds)
-        if setup.recompute is not Recompute.FULL:
-            return sum(count * layer.kept(setup) for count, layer in kinds)
-        share = min(setup.recompute_layers / max(content.layers, 1.0), 1.0) if setup.recompute_layers else 1.0
-        return sum(
-            count * (share * layer.input + (1 - share) * layer.kept_without_full(setup)) for count, layer in kinds
-        )
+        modes = self._modes(index)
+        return sum(count * share * layer.kept(setup, mode) for count, layer in kinds for share, mode in modes)
 
-    def _working(self, content: StageContent) -> float:
-        """Largest working set of a layer of the stage."""
-        kinds = ((content.dense_layers, self.dense), (content.expert_layers, self.expert))
-        working = max((layer.backward_working(self.setup) for count, layer in kinds if count), default=0.0)
-        if content.encoder_layers:
-            working = max(working, self.encoder.backward_working(self.setup))
-        return working
+    def _working(self, index: int) -> float:
+        """Largest working set of a layer of stage `index`."""
+        content, setup = self.contents[index], self.setup
+        kinds = (
+            (content.dense_layers, self.dense), (content.expert_layers, self.expert),
+            (content.encoder_layers, self.encoder),
+        )  # fmt: skip
+        modes = self._modes(index)
+        return max((layer.backward_working(setup, mode) for n, layer in kinds if n for _, mode in modes), default=0.0)
 
     def _head(self, content: StageContent) -> tuple[float, float]:
         """Bytes kept by the final norm and the head's input; bytes of the logits and the loss."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
+from simulator.program import BufferKind
+
 
 class MemoryFigure(StrEnum):
     """What a tool that measures memory shows."""
@@ -82,6 +84,21 @@ class StageMemory:
         needed = self.reserved_bytes - self.headroom
         shown = max(needed, min(needed + self.cached, limit - self.context))
         return shown + self.context if outside else shown
+
+    def by_kind(self) -> dict[str, float]:
+        """What the allocator holds, by `simulator.program.BufferKind`; the kinds add up to ``reserved_bytes``."""
+        held = {
+            BufferKind.PARAMETER: self.parameters,
+            BufferKind.GRADIENT: self.gradients - self.late,
+            BufferKind.OPTIMIZER_STATE: self.master_weights + self.moments,
+            BufferKind.ACTIVATION: self.activations,
+            BufferKind.RECOMPUTED: self.working,
+            BufferKind.GATHERED_PARAMETER: self.gathered_parameters,
+            BufferKind.COMMUNICATION: self.communication,
+            BufferKind.WORKSPACE: self.workspace,
+            BufferKind.ALLOCATOR_SLACK: self.allocator_slack,
+        }
+        return {str(kind): size for kind, size in held.items() if size}
 
     def components(self) -> dict[str, float]:
         """Every part by name, gradients as far as they are there; they add up to ``device_bytes``."""

@@ -12,6 +12,7 @@ from planner.cost.memory_traits import (
     SUB_GROUP_ELEMENTS,
     MemoryTraits,
 )
+from planner.cost.stacks import Stack
 from planner.cost.training_run import OptimizerSharding, TrainingSetup
 from simulator.errors import InputError
 
@@ -82,6 +83,16 @@ def _pure(setup: TrainingSetup, traits: MemoryTraits) -> bool:
     """Whether everything is in 16 bits: gradients of two bytes without master weights mean states of two as well."""
     low = LOW_PRECISION_BYTES[setup.precision] == 2 and setup.gradient_bytes <= 2
     return low and not traits.low_precision_weights
+
+
+def usual_gradient_bytes(stack: Stack, precision: str) -> int:
+    """Bytes of a gradient as a stack keeps and sums it unless told otherwise.
+
+    Megatron sums in float32 beside bfloat16 (``accumulate_allreduce_grads_in_fp32``), in 16 bits beside float16, as
+    MindSpeed and MindSpore do; parameters of PyTorch's own stacks are float32, and so are their gradients.
+    """
+    narrow = (Stack.MEGATRON, Stack.DEEPSPEED, Stack.MINDSPORE, Stack.MINDSPEED)
+    return 2 if precision == "fp16" and stack in narrow else 4
 
 
 def accumulated_apart(setup: TrainingSetup) -> bool:

@@ -238,6 +238,9 @@ def _shardings(extent: Extent, base: Configuration) -> Iterator[tuple[str, int]]
         if level == "none":
             if pins.shard_size is None and not pins.sharding_threshold_kb:
                 yield level, 0
+        elif base.data == 1 and base.expert > 1 and pins.optimizer_sharding == "zero1" and not pins.shard_size:
+            # Software shares states of what is no expert over all replicas, those of the expert axis among them.
+            yield level, 0
         elif base.data > 1 and (level != "zero2" or base.micro_batches > 1 or pins.optimizer_sharding == "zero2"):
             if pins.shard_size is not None:
                 if base.data % pins.shard_size == 0:

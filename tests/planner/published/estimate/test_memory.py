@@ -117,7 +117,7 @@ def test_both_directions_hold_it_twice() -> None:
 def activations(shape: TransformerShape, **changes: Any) -> float:
     tp = changes.get("tp", 1)
     setup = TrainingSetup(devices=tp, attention=AttentionKernel.FUSED_SOFTMAX, **changes)
-    kept = layer_activations(shape, setup, traits_of(Stack.MEGATRON)).kept(setup)
+    kept = layer_activations(shape, setup, traits_of(Stack.MEGATRON)).kept(setup, setup.recompute)
     return kept / (setup.micro_batch * shape.sequence_length * shape.hidden)
 
 

@@ -1,0 +1,50 @@
+"""How far predictions of memory are from measurements: ``memory_errors`` of ``hw_profiles/software/stacks.yaml``.
+
+    python -m benchmarks.memory_errors MEASUREMENTS_DIR
+
+Prints quantiles of measured over predicted bytes of all rows that state memory, by the formulas of
+`planner.cost.memory`. Sources of five rows and more count alike, whatever the number of their rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from planner.cost.software_file import shipped_software
+from planner.published.estimate.predict import predict_runs
+from planner.published.predictions import score
+from planner.published.reading import read_measurements
+
+LEAST_ROWS = 5
+STEPS = 21
+
+
+def quantiles(ratios: dict[str, list[float]]) -> list[float]:
+    """Quantiles of the ratios of all sources in equal steps of probability, each source with the same weight."""
+    known = {name: found for name, found in ratios.items() if len(found) >= LEAST_ROWS}
+    values = np.array([ratio for found in known.values() for ratio in found])
+    weights = np.array([1 / len(found) for found in known.values() for _ in found])
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order]) - weights[order] / 2
+    shares = np.linspace(0, 1, STEPS) * weights.sum()
+    return [round(float(value), 3) for value in np.interp(shares, reached, values[order])]
+
+
+def main(folder: Path) -> None:
+    """Print the quantiles and the number of rows."""
+    rows = [row for path in sorted(folder.glob("*.csv")) for row in read_measurements(path)]
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for row in score(rows, partial(predict_runs, software=shipped_software())):
+        if row.measured_memory_bytes and row.predicted_memory_bytes:
+            ratios[row.source].append(row.measured_memory_bytes / row.predicted_memory_bytes)
+    used = sum(len(found) for found in ratios.values() if len(found) >= LEAST_ROWS)
+    print(f"{used} rows: {quantiles(ratios)}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

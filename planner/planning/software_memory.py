@@ -1,0 +1,200 @@
+"""Device memory of a plan under software that has a name: the plan as a training run of `planner.cost.memory`.
+
+The program of a plan has the tensors of its operators and nothing else. Software keeps gradients in float32, masks of
+dropout, workspaces and free blocks besides; what it keeps is a property of the software, read from its source and
+measured on published runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+from planner.cost.memory.device import training_memory
+from planner.cost.memory.figures import MemoryEstimate
+from planner.cost.memory.states import usual_gradient_bytes
+from planner.cost.software import SOFTWARE
+from planner.cost.stacks import AttentionKernel, Stack, family_of
+from planner.cost.training_run import (
+    Experts,
+    OptimizerSharding,
+    Recompute,
+    TrainingRun,
+    TrainingSetup,
+    TransformerShape,
+)
+from planner.graph.operator_graph import OperatorGraph
+from planner.networks import load_network
+from planner.networks.decoder.gpt import HuggingFaceGPT2, ZooGPT
+from planner.networks.decoder.llama import HuggingFaceLlama, ZooLlama
+from planner.networks.decoder.mixtral import HuggingFaceMixtral, ZooMixtral
+from planner.plans.plan import Plan, stored_parameters
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+
+_BY_OPERATOR = (Stack.EAGER, Stack.COMPILED)
+"""Stacks whose selective recomputation keeps every second product (torchtitan), not all but the attention core."""
+_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+_WITH_SIZES = ("zoo:", "hf:")
+"""Sources of networks whose sizes are known without their code."""
+
+
+def software_memory(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> MemoryEstimate | None:
+    """Memory of every pipeline rank under the software of a plan.
+
+    Returns None where the formulas do not describe the plan: it names no software, its network is no decoder of known
+    sizes, or tensor ranks do not share the parameters as all software does.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded or not, at any batch.
+    """
+    plain = plan.copies == 1 and not plan.host_embeddings and plan.offload_to == "host"
+    shape = _shape(plan.network, plan.sequence_length, graph.fingerprint) if plan.software and plain else None
+    if shape is None or not _cut_by_width(plan, graph):
+        return None
+    try:
+        return training_memory(
+            TrainingRun(network=shape, setup=_setup(plan, graph, hardware, shape), hardware=hardware)
+        )
+    except InputError:
+        return None  # a schedule without a formula
+
+
+@lru_cache(maxsize=64)
+def _shape(spec: str, sequence: int | None, _fingerprint: str) -> TransformerShape | None:
+    """Sizes of the network of a specification; the fingerprint tells apart what files held at different times."""
+    if not spec.startswith(_WITH_SIZES) or sequence is None:
+        return None
+    network = load_network(spec, sequence_length=sequence)
+    known, layers = network.decoder, network.depth
+    if known is None or layers is None:
+        return None
+    dropout = any(note.startswith("dropout is left out") for note in network.notes)
+    if isinstance(known, ZooGPT | HuggingFaceGPT2):
+        sizes = known.config if isinstance(known, ZooGPT) else known
+        return TransformerShape(
+            name=network.name, layers=layers, hidden=sizes.hidden, heads=sizes.heads, key_value_heads=sizes.heads,
+            head_size=sizes.hidden // sizes.heads,
+            feed_forward=known.inner if isinstance(known, HuggingFaceGPT2) else 4 * sizes.hidden,
+            vocabulary=sizes.vocabulary, sequence_length=sequence, learned_positions=sizes.positions, dropout=dropout,
+            tied_embeddings=known.tied_embedding if isinstance(known, HuggingFaceGPT2) else True,
+        )  # fmt: skip
+    if not isinstance(known, ZooLlama | HuggingFaceLlama):
+        return None
+    llama = known.config if isinstance(known, ZooLlama) else known
+    experts = None
+    if isinstance(known, ZooMixtral | HuggingFaceMixtral):
+        count = known.config if isinstance(known, ZooMixtral) else known
+        experts = Experts(count=count.experts, per_token=count.chosen_experts, feed_forward=count.intermediate)
+    return TransformerShape(
+        name=network.name, layers=layers, hidden=llama.hidden, heads=llama.heads,
+        key_value_heads=llama.key_value_heads,
+        head_size=known.head if isinstance(known, HuggingFaceLlama) else llama.hidden // llama.heads,
+        feed_forward=llama.intermediate, vocabulary=llama.vocabulary, sequence_length=sequence, gated=True,
+        rms_norm=True, biases=False, rotary=True, dropout=dropout, experts=experts,
+        tied_embeddings=known.tied_embedding if isinstance(known, HuggingFaceLlama) else False,
+    )  # fmt: skip
+
+
+def _cut_by_width(plan: Plan, graph: OperatorGraph) -> bool:
+    """Whether tensor ranks share most parameters, as in all software; a search may let them share the batch."""
+    place = next((i for i, axis in enumerate(plan.mesh.axes) if axis.name == "tensor" and axis.size > 1), None)
+    if place is None:
+        return True
+    total = cut = 0
+    for elements, placements in stored_parameters(graph, plan.rules, plan.layers):
+        total += elements
+        cut += elements * (placements[place] >= 0)
+    return 2 * cut > total
+
+
+def _setup(plan: Plan, graph: OperatorGraph, hardware: Hardware, shape: TransformerShape) -> TrainingSetup:
+    software = SOFTWARE[plan.software]
+    tensor, ranks = plan.degree("tensor"), plan.degree("expert")
+    whole = ranks > 1 and tensor > 1 and _experts_whole(plan)
+    chunks = tuple(_chunk_layers(plan, shape.layers))
+    attention = plan.attention or software.attention.get(family_of(hardware.device_name), "") or hardware.attention
+    shared = plan.shard_size if plan.shard_size < plan.degree("data") else 0
+    recomputed, habits = tuple(_recomputed(plan, chunks)), software.memory
+    selective = sum(layers for _, layers in recomputed)
+    by_operator = software.stack in _BY_OPERATOR and selective == shape.layers
+    return TrainingSetup(
+        devices=plan.devices,
+        dp=plan.degree("data") * ranks,
+        tp=tensor,
+        pp=plan.pipeline,
+        vpp=plan.virtual,
+        cp=plan.degree("context"),
+        ep=ranks * (tensor if whole else 1),
+        expert_tp=1 if whole else tensor,
+        micro_batch=plan.micro_batch,
+        micro_batches=plan.micro_batches,
+        schedule="1f1b" if plan.schedule == "none" else plan.schedule,
+        stage_recompute=recomputed,
+        every_second_product=by_operator,
+        optimizer_sharding=OptimizerSharding(plan.optimizer_sharding),
+        shard_group=shared * ranks,
+        sequence_parallel=plan.sequence_parallel,
+        precision=plan.precision,
+        optimizer=plan.optimizer,
+        attention=AttentionKernel(attention),
+        stack=software.stack,
+        gradient_bytes=habits.gradient_bytes or usual_gradient_bytes(software.stack, plan.precision),
+        reduce_bucket_elements=habits.reduce_bucket_elements,
+        vocabulary_parallel_loss=habits.vocabulary_parallel_loss,
+        eager_kernels=habits.eager_kernels,
+        offload_optimizer=plan.offload_optimizer,
+        offload_parameters=plan.offload_parameters,
+        offload_activations=bool(plan.offload_ranges),
+        trained_fraction=_trained_fraction(graph),
+        layers_per_stage=tuple(len(chunk) for chunk in chunks) if plan.pipeline > 1 else (),
+        fused_norm=plan.norms == "fused",
+        single_norms=plan.norms == "unfused",
+    )
+
+
+def _trained_fraction(graph: OperatorGraph) -> float:
+    sizes = {p.node: graph.multiplicity[p.node] * graph.nodes[p.node].outputs[0].elements for p in graph.parameters}
+    return sum(sizes[node] for node in graph.trained) / sum(sizes.values())
+
+
+def _experts_whole(plan: Plan) -> bool:
+    """Whether tensor ranks have experts of their own, not parts of all of them."""
+    place = next(i for i, axis in enumerate(plan.mesh.axes) if axis.name == "tensor")
+    rules = (*(part.rules for part in plan.layers), plan.rules)
+    stored = [each[name] for each in rules for name in each if re.search(r"experts\.(?:gate_up|down)", name)]
+    return bool(stored) and all(rule[place].outputs[0] == 0 for rule in stored)  # the dim of experts
+
+
+def _layer_of(name: str) -> int | None:
+    found = _NUMBER.search(name)
+    return None if found is None else int(found[1])
+
+
+def _chunk_layers(plan: Plan, layers: int) -> Iterator[range]:
+    """The layers of each chunk, in the order of the network; those of a copy in the other direction are not told."""
+    chunks = plan.chunks[: plan.pipeline * plan.virtual]
+    starts = [0]
+    for chunk in chunks[1:]:
+        number = _layer_of(chunk.first)
+        starts.append(layers if number is None else number)
+    for start, end in zip(starts, [*starts[1:], layers], strict=True):
+        yield range(start, end)
+
+
+def _recomputed(plan: Plan, chunks: tuple[range, ...]) -> Iterator[tuple[int, int]]:
+    """Layers of each pipeline rank that are computed again in full, and selectively."""
+    modes: dict[int, str] = {}
+    for part in plan.recompute_ranges:
+        first, last = _layer_of(part.first), _layer_of(part.last)
+        if part.first == part.last and first is None:
+            continue
+        for layer in range(first or 0, 1 + (chunks[-1].stop - 1 if last is None else last)):
+            modes[layer] = part.mode
+    ranks = [chunk.rank for chunk in plan.chunks] or [0]
+    for rank in range(plan.pipeline):
+        own = [modes.get(n, "") for place, chunk in zip(ranks, chunks, strict=False) if place == rank for n in chunk]
+        yield own.count(str(Recompute.FULL)), own.count(str(Recompute.SELECTIVE))
