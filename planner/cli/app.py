@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from planner.cli.budget import budget
 from planner.cli.calibrate import calibrate
 from planner.cli.check import check
 from planner.cli.execute import execute
@@ -145,7 +146,7 @@ def meshwright(
     """
 
 
-for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export, check):
+for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export, check, budget):
     app.command()(command)
 app.add_typer(profiles, name="profiles")
 app.add_typer(software, name="software")

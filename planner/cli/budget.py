@@ -1,0 +1,170 @@
+"""`meshwright budget`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli.options import (
+    DebugFlag,
+    GlobalBatch,
+    JsonFlag,
+    MemoryHeadroomOption,
+    OptimizerOption,
+    Pins,
+    PrecisionOption,
+    QuietFlag,
+    SequenceLength,
+    SoftwareOption,
+    TrustFile,
+    natural,
+    read_pins,
+)
+from planner.cli.terminal import Terminal
+from simulator.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.what_if.budget import BudgetRow
+
+_COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_TIMES = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def scaled(text: str, units: dict[str, float], what: str, example: str) -> float:
+    """Read a number with a unit behind it.
+
+    >>> scaled("2T", _COUNTS, "--tokens", "300B"), scaled("36h", _TIMES, "--within", "30d")
+    (2000000000000.0, 129600.0)
+    """
+    factor = units.get(text[-1:], 1.0 if units is _COUNTS else 0.0)
+    try:
+        value = float(text[:-1] if text[-1:] in units else text) * factor
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InputError(f"{what} {text!r} is not a number above 0 with a unit of {', '.join(units)}; write {example}")
+    return value
+
+
+def read_prices(texts: list[str]) -> dict[str, float]:
+    """Read ``PROFILE=PER_HOUR`` texts.
+
+    >>> read_prices(["dgx-h100=2.5"])
+    {'dgx-h100': 2.5}
+    """
+    found = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        try:
+            price = float(value)
+        except ValueError:
+            price = math.nan
+        if not name or not 0 <= price < math.inf:
+            raise InputError(f"--price {text!r} is not PROFILE=PER_HOUR of one device; write dgx-h100=2.5")
+        found[name] = price
+    return found
+
+
+def budget(
+    network: Annotated[str, typer.Argument(help="A language network, as `plan` takes it.", metavar="NETWORK")],
+    hardware: Annotated[str, typer.Option("--hw", metavar="PROFILE[,PROFILE...]", help="Names or paths of profiles.")],
+    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, such as 2T.")] = None,
+    within: Annotated[str | None, typer.Option("--within", metavar="TIME", help="Time limit: 12h, 30d or 4w.")] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", parser=natural, metavar="N", help="Devices; else as few as suffice.")
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option("--price", metavar="PROFILE=PER_HOUR", help="Price of one device for an hour; may be repeated."),
+    ] = None,
+    global_batch: GlobalBatch = None,
+    sequence_length: SequenceLength = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = None,
+    pins: Pins = None,
+    software: SoftwareOption = None,
+    memory_headroom: MemoryHeadroomOption = None,
+    trust_file: TrustFile = False,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Find how many devices a training needs, how long it takes and what it costs; two of the limits are given.
+
+    Failures, restarts and checkpoints count. The first row is the answer: the cheapest where all profiles have a price,
+    else the fewest devices.
+
+    \b
+    Example: 2 trillion tokens in 30 days, on which cluster and on how many devices
+      meshwright budget zoo:llama2-7b --tokens 2T --within 30d --hw dgx-h100,dgx-h200 --global-batch 1024
+    How long on 64 devices, and what does it cost at 2.50 an hour
+      meshwright budget zoo:gpt2 --tokens 300B --devices 64 --hw dgx-h100 --price dgx-h100=2.5 --global-batch 512
+
+    Exit code 3: no plan fits, or none is fast enough.
+    """
+    from planner.what_if.budget import BudgetOptions
+    from planner.what_if.budget import budget as found_rows
+    from simulator.errors import InfeasibleError
+
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    names = tuple(name.strip() for name in hardware.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise InputError(f"--hw {hardware!r}: a profile is empty or named twice; write for example dgx-a100,dgx-h100")
+    options = BudgetOptions(
+        network=network,
+        hardware=names,
+        tokens=None if tokens is None else scaled(tokens, _COUNTS, "--tokens", "300B"),
+        within_s=None if within is None else scaled(within, _TIMES, "--within", "30d"),
+        devices=devices,
+        price=read_prices(price or []),
+        global_batch=global_batch,
+        sequence_length=sequence_length,
+        precision=None if precision is None else str(precision),
+        optimizer=None if optimizer is None else str(optimizer),
+        pins=read_pins(pins or ()),
+        software=software or "",
+        memory_headroom=memory_headroom or 0.0,
+    )
+    with terminal.working(f"planning {network}"):
+        rows = found_rows(options)
+    first = rows[0]
+    terminal.result(
+        {"network": network, "rows": [row.document() for row in rows]},
+        f"{first.hardware} {first.devices} {first.days:.4g}",
+        lambda: _report(rows),
+    )
+    if not first.meets:
+        raise InfeasibleError(
+            f"no cluster is fast enough: {first.devices} × {first.hardware} takes {first.days:.3g} days; allow more "
+            "time, name another profile with --hw, or a larger --global-batch"
+        )
+
+
+def _report(rows: tuple[BudgetRow, ...]) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    from planner.cli.tables import facts, plain_table
+    from planner.planning.summary import degrees_text
+    from simulator.quantities import percent_text
+
+    names = ("hardware", "devices", "days", "90 %\ninterval", "cost", "energy,\nMWh", "goodput", "plan")
+    table = plain_table(*((name, "" if name in ("hardware", "plan") else "right") for name in names))
+    for row in rows:
+        low, high = row.interval_days
+        table.add_row(
+            row.hardware,
+            str(row.devices),
+            Text(f"{row.days:.3g}", style="" if row.meets else "red"),
+            f"{low:.3g}–{high:.3g}",
+            "" if row.cost is None else f"{row.cost:,.0f}",
+            "" if row.energy_kwh is None else f"{row.energy_kwh / 1000:.3g}",
+            percent_text(row.goodput),
+            degrees_text(row.candidate.plan),
+        )
+    yield table
+    yield facts(("note", note) for note in dict.fromkeys(note for row in rows for note in row.notes))
