@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+aten = torch.ops.aten
+
 
 @cache
 def alignment_loss_operator() -> OpOverload:
@@ -21,14 +23,15 @@ def alignment_loss_operator() -> OpOverload:
 
     @torch.library.custom_op("meshwright::ctc_loss", mutates_args=())
     def forward(scores: Tensor, text: Tensor, blank: int) -> Tensor:
-        return torch._ctc_loss(*_arguments(scores, text), blank, True)[0]
+        losses: Tensor = aten._ctc_loss.default(*_arguments(scores, text), blank, True)[0]
+        return losses
 
     @torch.library.custom_op("meshwright::ctc_loss_backward", mutates_args=())
     def backward(gradient: Tensor, scores: Tensor, text: Tensor, blank: int) -> Tensor:
         given = _arguments(scores, text)
-        losses, alphas = torch._ctc_loss(*given, blank, True)
+        losses, alphas = aten._ctc_loss.default(*given, blank, True)
         # autograd does not work inside of an operator
-        found = torch.ops.aten._ctc_loss_backward(gradient, *given, losses, alphas, blank, True)
+        found: Tensor = aten._ctc_loss_backward.default(gradient, *given, losses, alphas, blank, True)
         return found.transpose(0, 1).contiguous()
 
     def keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:

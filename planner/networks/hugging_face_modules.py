@@ -20,7 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from planner.graph.masked_attention import masked_attention_operator
+from planner.graph.masked_attention import masked_attention_operator, visible
 from planner.graph.tracing import unmaterialised
 from planner.networks.adapted_modules import adapt
 from planner.networks.adapters import Adapters
@@ -380,12 +380,19 @@ def _attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    position_bias: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend: ``(batch, heads, length, dim)`` to ``(batch, length, heads, dim)``, with the model's own mask alone."""
+    """Attend: ``(batch, heads, length, dim)`` to ``(batch, length, heads, dim)``, with the model's own mask alone.
+
+    ``position_bias`` ``(1, heads, queries, keys)`` is added to the scores.
+    """
+    _refuse_trained(module, others)
     groups = query.shape[1] // key.shape[1]
     plain = scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if position_bias is not None:
+        attention_mask = _biased(position_bias, attention_mask, causal, query, key)
     if isinstance(attention_mask, Pattern) or ((softcap or s_aux is not None) and attention_mask is None):
         pattern = attention_mask or Pattern(causal)
         mixed, _normaliser = masked_attention_operator()(
@@ -409,6 +416,32 @@ def _attention(
         scale=None if plain else scaling,
     )
     return mixed.transpose(1, 2), None
+
+
+def _refuse_trained(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError where attention is given trained numbers of which nothing is known here."""
+    for name, value in others.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise UnsupportedError(
+                f"{type(module).__name__} gives its attention {name!r}, which is not supported; write the network with "
+                "its loss as py:MODULE:FACTORY"
+            )
+
+
+def _biased(bias: Tensor, mask: Tensor | Pattern | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
+    """What is added to the scores: a bias, and the least number where a key is hidden."""
+    lengths = query.shape[2], key.shape[2]
+    bias = bias[..., : lengths[1]]
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        return bias + mask
+    pattern = mask if isinstance(mask, Pattern) else Pattern(causal and lengths[0] > 1)
+    if isinstance(mask, Tensor):
+        seen = mask
+    elif pattern.causal or pattern.window or pattern.chunk:
+        seen = visible(*lengths, (pattern.causal, pattern.window, pattern.chunk), query.device)
+    else:
+        return bias
+    return torch.where(seen, bias, torch.finfo(bias.dtype).min)
 
 
 def _repeat_heads(x: Tensor, groups: int) -> Tensor:

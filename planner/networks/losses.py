@@ -26,5 +26,5 @@ def mean_binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def mean_alignment_loss(logits: Tensor, text: Tensor, blank: int) -> Tensor:
     """Mean CTC loss per character of logits ``(batch, frames, classes)`` for transcripts ``(batch, length)``."""
-    losses = alignment_loss_operator()(F.log_softmax(logits, dim=-1), text, blank)
+    losses: Tensor = alignment_loss_operator()(F.log_softmax(logits, dim=-1), text, blank)
     return losses.sum() / text.numel()

@@ -44,6 +44,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "d_model": 16, "encoder_layers": 5, "decoder_layers": 6, "encoder_attention_heads": 4, "vocab_size": 40,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32,
     },
+    "t5": {
+        "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 40,
+        "relative_attention_num_buckets": 4, "relative_attention_max_distance": 6,
+    },
     "llava": {
         "text_config": {**DECODER, "model_type": "llama", "num_hidden_layers": 1}, "image_token_index": 39,
         "vision_config": {
@@ -184,3 +188,18 @@ def test_infinite_settings_are_read_as_transformers_writes_them(tmp_path: Path) 
     config.save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert load_network(f"hf:{tmp_path}", sequence_length=8).family == "language"
+
+
+def test_biases_of_positions_are_added_to_the_scores(tmp_path: Path) -> None:
+    network = load(tmp_path, "t5")
+    ours = network.build(seed=0)
+    reference = twin("t5", ours, "T5ForConditionalGeneration")
+    tokens, before, labels = draw(2, 8), draw(2, 8, seed=2), draw(2, 8, seed=3)
+    with torch.no_grad():
+        for biases in (p for n, p in (*ours.named_parameters(), *reference.named_parameters()) if "relative" in n):
+            biases.copy_(torch.linspace(-2.0, 2.0, biases.numel()).view_as(biases))
+        logits = reference(input_ids=tokens, decoder_input_ids=before).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        torch.testing.assert_close(ours(tokens, before, labels), expected, rtol=1e-5, atol=0)
+    biases = [p for p in network.capture().parameters if "relative_attention_bias" in p.name]
+    assert [p.gradient is not None for p in biases] == [True, True]
