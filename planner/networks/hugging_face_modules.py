@@ -215,14 +215,14 @@ def make_model(path: str, config: PreTrainedConfig, model_class: type[Any], leng
 
 
 def _from_config(model_class: type[Any], config: PreTrainedConfig) -> nn.Module:
-    try:
-        config._attn_implementation = IMPLEMENTATION
-        return model_class._from_config(config, attn_implementation=IMPLEMENTATION)  # type: ignore[no-any-return]
-    except ValueError as error:
-        if "attention" not in str(error):
-            raise
-        config._attn_implementation = "eager"
-        return model_class._from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
+    """Make a model with our attention, or with the first that its class has."""
+    for attention in (IMPLEMENTATION, "sdpa"):
+        try:
+            return model_class._from_config(config, attn_implementation=attention)  # type: ignore[no-any-return]
+        except (KeyError, ValueError) as error:
+            if "attention" not in str(error) and attention not in str(error):
+                raise
+    return model_class._from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
 
 
 def _check(path: str, kind: str, config: PreTrainedConfig) -> None:

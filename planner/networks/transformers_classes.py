@@ -55,7 +55,8 @@ def trainable_class(path: str, config: PreTrainedConfig, architectures: object) 
         names = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES", {}).get(config.model_type, ())
         for name in (names,) if isinstance(names, str) else names:
             found = getattr(transformers, name, None)
-            if found is not None and _has_loss(found):
+            takes = getattr(found, "config_class", None) or type(config)
+            if found is not None and _has_loss(found) and isinstance(config, takes):
                 return found  # type: ignore[no-any-return]
     raise UnsupportedError(
         f"{path}: no class of transformers computes a loss for model_type {config.model_type!r}; write the network "

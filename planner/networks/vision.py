@@ -125,8 +125,7 @@ def _make(source: str, name: str, depth: int | None) -> nn.Module:
 
 def _kind(name: str) -> str:
     """Part of torchvision that a network is from: ``segmentation``, ``detection`` or none of them."""
-    from torchvision import models
-
+    models = import_module("torchvision.models")
     module = models.get_model_builder(name).__module__
     return next((part for part in ("segmentation", "detection", "video") if f".{part}." in module), "")
 
