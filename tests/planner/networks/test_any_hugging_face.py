@@ -190,6 +190,7 @@ def test_infinite_settings_are_read_as_transformers_writes_them(tmp_path: Path) 
     assert load_network(f"hf:{tmp_path}", sequence_length=8).family == "language"
 
 
+@pytest.mark.slow
 def test_biases_of_positions_are_added_to_the_scores(tmp_path: Path) -> None:
     network = load(tmp_path, "t5")
     ours = network.build(seed=0)
