@@ -1,4 +1,4 @@
-"""Speed of both engines on programs and on tables of many ranks, and of the trace.
+"""Speed of both engines on one rank and on tables of many ranks, and of the times of tasks.
 
 Run with ``pytest benchmarks/test_simulator_speed.py``; ``extra_info`` holds tasks per second. Each task has two
 events, its start and its end.
@@ -7,6 +7,7 @@ events, its start and its end.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,31 +15,27 @@ import pytest
 
 from benchmarks.large_tables import pipeline_table
 from simulator import engine, fast_engine
-from simulator.contention import forget_links
+from simulator.contention import forget_links, message_transfers, shared_work
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
-from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
-from simulator.task_table import TaskTable
+from simulator.program import COMPUTE_STREAM, Collective, Kernel, Phase, ProgramAxis, Task
+from simulator.table_builder import TableBuilder
+from simulator.task_table import StreamKind, TaskTable
 from simulator.timing import task_times
 
 TASKS = 10_000
 PER_BLOCK = 20
 
 
-def training_like_program(*, devices: int = 64, tensor: int = 8) -> Program:
-    """Blocks of operators that wait for the two before them; in each, a waited-for and a free-running collective.
-
-    Forward activations stand until the mirrored backward task. With `tensor` beyond a node both axes leave it.
-    """
+def training_like_tasks() -> list[Task]:
+    """Blocks of operators; in each, a waited-for and a free-running collective."""
     half = TASKS // 2
     tasks: list[Task] = []
     for index in range(TASKS):
         backward = index >= half
-        mirror = TASKS - 1 - index
         fields: dict[str, Any] = {
             "name": f"blocks.{index % half // PER_BLOCK}.operator{index % PER_BLOCK}",
             "phase": Phase.BACKWARD if backward else Phase.FORWARD,
-            "after": tuple(range(max(0, index - 2), index)),
         }
         if index % PER_BLOCK == 7:
             fields |= {"collective": Collective.ALL_REDUCE, "axis": "tensor", "payload_bytes": 5e7}
@@ -49,25 +46,36 @@ def training_like_program(*, devices: int = 64, tensor: int = 8) -> Program:
         else:
             kernel = (Kernel.MATMUL, Kernel.ELEMENTWISE, Kernel.VIEW, Kernel.NORMALIZATION)[index % 4]
             fields |= {"kernel": kernel, "dtype": "bfloat16", "flops": 1e10, "bytes_moved": 1e7}
-        if backward:
-            fields |= {"releases": (f"activation{mirror}",)}
-        else:
-            fields |= {"allocates": (Buffer(name=f"activation{index}", size_bytes=10**6, kind=BufferKind.ACTIVATION),)}
         tasks.append(Task(**fields))
-    axes = (
-        ProgramAxis(name="data", size=devices // tensor, stride=tensor),
-        ProgramAxis(name="tensor", size=tensor, stride=1),
-    )
-    return Program(
-        name="benchmark", devices=devices, axes=axes, segments=(Segment(name="step", tasks=tuple(tasks), count=8),)
-    )
+    return tasks
+
+
+def mesh_axes(devices: int, tensor: int = 8) -> tuple[ProgramAxis, ...]:
+    """A data and a tensor axis: with `tensor` beyond a node both leave it."""
+    data = ProgramAxis(name="data", size=devices // tensor, stride=tensor)
+    return data, ProgramAxis(name="tensor", size=tensor, stride=1)
+
+
+def table_of(tasks: Sequence[Task], hardware: Hardware, devices: int, tensor: int = 8) -> TaskTable:
+    """The tasks on one rank, each behind the two before it, timed and on the links that their messages share."""
+    axes = mesh_axes(devices, tensor)
+    seconds = task_times(tasks, axes, hardware, devices)
+    builder = TableBuilder()
+    streams = {
+        name: builder.stream(0, StreamKind.COMPUTE if name == COMPUTE_STREAM else StreamKind.COMMUNICATION)
+        for name in dict.fromkeys(task.stream for task in tasks)
+    }
+    for number, task in enumerate(tasks):
+        builder.task(streams[task.stream], after=range(max(0, number - 2), number))
+    transfers = message_transfers(tasks, seconds, hardware, devices, axes)
+    return builder.build(**shared_work(seconds, transfers), compute_speed=hardware.overlap_compute_speed)
 
 
 @pytest.mark.parametrize("module", [engine, fast_engine], ids=["reference", "fast"])
-def test_simulate(benchmark: Any, module: Any) -> None:
-    program, hardware = training_like_program(), load_profile("dgx-a100")
-    timeline = benchmark(module.simulate, program, hardware)
-    assert timeline.step_time_s > 0
+def test_one_rank(benchmark: Any, module: Any) -> None:
+    table = table_of(training_like_tasks(), load_profile("dgx-a100"), 64)
+    _, ends = benchmark(module.run, table)
+    assert ends.max() > 0
     if benchmark.stats:
         benchmark.extra_info["tasks_per_second"] = TASKS / benchmark.stats.stats.median
 
@@ -82,16 +90,15 @@ def cluster(devices: int) -> Hardware:
 @pytest.mark.parametrize("tensor", [8, 16], ids=["own-links", "shared-cards"])
 def test_cost_grows_with_behaviour_not_with_devices(benchmark: Any, tensor: int) -> None:
     """The same tasks on 1,024 and on 65,536 devices, in turn; nothing about links is remembered between them."""
-    hardware = cluster(65_536)
-    programs = {devices: training_like_program(devices=devices, tensor=tensor) for devices in (1_024, 65_536)}
-    seconds: dict[int, list[float]] = {devices: [] for devices in programs}
+    hardware, tasks = cluster(65_536), training_like_tasks()
+    seconds: dict[int, list[float]] = {devices: [] for devices in (1_024, 65_536)}
 
     def both() -> None:
-        for devices, program in programs.items():
+        for devices, found in seconds.items():
             forget_links()
             begin = time.perf_counter()
-            fast_engine.simulate(program, hardware)
-            seconds[devices].append(time.perf_counter() - begin)
+            fast_engine.run(table_of(tasks, hardware, devices, tensor))
+            found.append(time.perf_counter() - begin)
 
     benchmark.pedantic(both, rounds=7, warmup_rounds=1)
     if benchmark.stats:
@@ -101,8 +108,8 @@ def test_cost_grows_with_behaviour_not_with_devices(benchmark: Any, tensor: int)
 
 
 def test_task_times(benchmark: Any) -> None:
-    program, hardware = training_like_program(), load_profile("dgx-a100")
-    assert benchmark(task_times, program, hardware)[0].shape == (TASKS,)
+    tasks, hardware = training_like_tasks(), load_profile("dgx-a100")
+    assert benchmark(task_times, tasks, mesh_axes(64), hardware, 64).shape == (TASKS,)
 
 
 TABLES = {

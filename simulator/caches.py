@@ -10,12 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import log
 
-import numpy as np
-
-from simulator.columns import ProgramColumns, columns
 from simulator.hardware import Hardware
-from simulator.memory import SegmentSpan, memory_timeline
-from simulator.program import Program
 
 ALL_BELOW, NONE_ABOVE = 0.25, 2.0
 """Parts of the caches that a working set must not exceed to lie there, and that it must to be gone."""
@@ -49,28 +44,3 @@ def sharing_cores(hardware: Hardware, processes: float) -> Hardware:
     """The hardware as messages meet it where so many processes compute at a time, on average."""
     same = not hardware.crowding or processes == hardware.processes
     return hardware if same else replace(hardware, processes=processes)
-
-
-def for_program(hardware: Hardware, program: Program | ProgramColumns) -> Hardware:
-    """The hardware as the kernels and messages of a program meet it."""
-    if hardware.caches is None and not hardware.crowding:
-        return hardware
-    return in_caches(hardware, working_set(program), program.devices)
-
-
-def working_set(program: Program | ProgramColumns) -> int:
-    """The most bytes that a device holds when the tasks of a program run one after the other."""
-    program = columns(program) if isinstance(program, Program) else program
-    spans = []
-    for segment in program.segments:
-        order, begins = np.arange(segment.size), np.arange(segment.size, dtype=np.float64)
-        spans.append(
-            SegmentSpan(
-                offset_s=0.0,
-                duration_s=float(segment.size),
-                starts_s=begins,
-                ends_s=np.arange(1, segment.size + 1, dtype=np.float64),
-                order=order,
-            )
-        )
-    return memory_timeline(program, spans).peak_bytes

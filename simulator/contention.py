@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from simulator.collective_patterns import Pattern, direct_send, pairwise_all_to_all, ring_gather
-from simulator.columns import ProgramColumns, columns
 from simulator.corrections import message_time
 from simulator.hardware import Hardware
-from simulator.program import Collective, Program, ProgramAxis, Task
+from simulator.program import Collective, ProgramAxis, Task
 from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
 from simulator.timing import tasks_by_work
 from simulator.topology import group_shape, shared_links
@@ -33,7 +32,7 @@ OVERLOADED = 1 + 1e-9
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
-    """Messages (M,) of a segment.
+    """Messages (M,) among tasks.
 
     Attributes
     ----------
@@ -60,67 +59,75 @@ class _Shared(NamedTuple):
     widths: Mapping[tuple[str, Collective], float]
 
 
-def segment_transfers(
-    program: Program | ProgramColumns, hardware: Hardware, number: int, seconds: FloatArray
-) -> Transfers | None:
-    """Transfers of a segment whose tasks take `seconds`; None where it is enough to know how long messages take.
-
-    That is where nothing overlaps, and where axes have links of their own and overlap slows no message.
-    """
-    program = columns(program) if isinstance(program, Program) else program
-    segment = program.segments[number]
-    return message_transfers(segment.tasks, segment.which, seconds, hardware, program.devices, program.axes)
-
-
 def message_transfers(
     tasks: Sequence[Task],
-    which: IntArray,
     seconds: FloatArray,
     hardware: Hardware,
     devices: int,
     axes: tuple[ProgramAxis, ...],
 ) -> Transfers | None:
-    """`segment_transfers` of rows that run ``tasks[which[i]]`` and take ``seconds[i]``, on axes of so many devices."""
+    """Transfers of tasks that take `seconds` (tasks,) alone, on axes of so many devices.
+
+    None where it is enough to know how long messages take: where nothing overlaps, and where axes have links of their
+    own and overlap slows no message.
+    """
     if not hardware.overlaps_communication:
         return None
     _, messages = tasks_by_work(tasks)
-    used = np.bincount(which, minlength=len(tasks)).tolist()
-    messages = {key: kept for key, those in messages.items() if (kept := [i for i in those if used[i]])}
     streams = {tasks[i].stream for those in messages.values() for i in those}
     flows = tuple(sorted((axis, collective) for collective, axis in messages)) if len(streams) > 1 else ()
     shared = _shared(hardware, devices, axes, flows)
     if not messages or not (shared.capacity.size or hardware.overlap_transfer_speed != 1):
         return None
-    alone = np.zeros(len(tasks))
-    alone[which] = seconds
-    latency, rate = np.zeros(len(alone)), np.zeros(len(alone))
-    weights = np.zeros((len(alone), len(shared.capacity)))
-    sends = np.zeros(len(alone), dtype=bool)
+    latency, rate = np.zeros(len(tasks)), np.zeros(len(tasks))
+    weights = np.zeros((len(tasks), len(shared.capacity)))
     shapes = {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in axes}
     for (collective, axis), those in messages.items():
         payload = np.array([tasks[i].payload_bytes for i in those])
         fixed, large = message_time(hardware, collective, np.array([0.0, LARGE_BYTES]), shapes[axis])
-        latency[those] = np.minimum(fixed, alone[those])
-        sends[those] = True
+        latency[those] = np.minimum(fixed, seconds[those])
         weight = shared.weights.get((axis, collective))
         if weight is not None and weight.any():
-            moving = alone[those] - latency[those]
+            moving = seconds[those] - latency[those]
             # Short messages leave links idle between their pieces.
             full = np.divide(payload * (large / LARGE_BYTES), moving, out=np.zeros(len(those)), where=moving > 0)
             rate[those] = np.minimum(full, 1.0) * shared.widths[axis, collective]
             weights[those] = weight
-    found = np.flatnonzero(sends[which])
-    which = which[found]
-    crossed = (weights[which] > 0) & (rate[which] > 0)[:, None]
+    found = np.array(sorted(i for those in messages.values() for i in those), dtype=np.int64)
+    crossed = (weights[found] > 0) & (rate[found] > 0)[:, None]
     return Transfers(
         tasks=found,
-        latency_s=latency[which],
-        rate_bytes_per_s=rate[which],
+        latency_s=latency[found],
+        rate_bytes_per_s=rate[found],
         link_counts=np.count_nonzero(crossed, axis=1),
         links=np.nonzero(crossed)[1],
-        link_weights=weights[which][crossed],
+        link_weights=weights[found][crossed],
         link_capacity=shared.capacity,
     )
+
+
+def shared_work(seconds: FloatArray, transfers: Transfers | None) -> dict[str, Any]:
+    """Work of the tasks and links that they share, as fields of a `TaskTable`."""
+    size = len(seconds)
+    work, latency, rate = seconds, np.zeros(size), np.zeros(size)
+    offsets = np.zeros(size + 1, dtype=np.int64)
+    links, weights, capacity = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
+    if transfers is not None:
+        tasks, links, weights = transfers.tasks, transfers.links, transfers.link_weights
+        capacity = transfers.link_capacity
+        latency[tasks], rate[tasks] = transfers.latency_s, transfers.rate_bytes_per_s
+        work = (seconds - latency) * np.where(rate > 0, rate, 1.0)
+        offsets[tasks + 1] = transfers.link_counts
+        np.cumsum(offsets, out=offsets)
+    return {
+        "work": work,
+        "latency_s": latency,
+        "rate_bytes_per_s": rate,
+        "link_offsets": offsets,
+        "links": links,
+        "link_weights": weights,
+        "link_capacity": capacity,
+    }
 
 
 @lru_cache(maxsize=256)
@@ -205,17 +212,6 @@ def _alike(hardware: Hardware, members: tuple[int, ...], axis: ProgramAxis) -> b
     now = group_shape(hardware, axis.size, axis.stride)
     level = now.outermost
     return now.members[:level] == members[:level] and now.members[level + 1 :] == members[level + 1 :]
-
-
-def without_links(table: TaskTable) -> TaskTable:
-    """The table of tasks that have all links to themselves."""
-    return replace(
-        table,
-        link_offsets=np.zeros_like(table.link_offsets),
-        links=table.links[:0],
-        link_weights=table.link_weights[:0],
-        link_capacity=table.link_capacity[:0],
-    )
 
 
 def messages_meet(table: TaskTable, starts: FloatArray, ends: FloatArray) -> bool:

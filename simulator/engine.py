@@ -9,55 +9,15 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from itertools import pairwise
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import simpy
 
-from simulator.program import Program
 from simulator.reference_flows import Flows
 from simulator.table_check import check_table, deadlock
 from simulator.task_groups import TaskGroups, group_tasks, tasks_by_stream
 from simulator.task_table import FloatArray, TaskTable
-from simulator.timeline import Timeline, simulate_program, simulate_segments
-
-if TYPE_CHECKING:
-    from simulator.hardware import Hardware
-
-
-def simulate(program: Program, hardware: Hardware, *, times: Sequence[FloatArray] | None = None) -> Timeline:
-    """Simulate one step of `program` on `hardware` as discrete events; `times` stand in for `task_times`.
-
-    Raises
-    ------
-    ProgramError
-        When the program cannot run to its end: the message names the tasks that wait for each other.
-    """
-    return simulate_program(program, hardware, _run_checked, times)
-
-
-def replay(
-    program: Program,
-    times: Sequence[FloatArray],
-    *,
-    overlaps_communication: bool = True,
-    compute_speed: float = 1.0,
-    transfer_speed: float = 1.0,
-) -> Timeline:
-    """Simulate one step whose tasks take `times`: one array (tasks,) of seconds for each segment.
-
-    Segments run one after the other, so each begins and ends with the device idle; a repeated
-    segment is simulated once. `transfers` are those of each segment, none: messages take their time whatever else
-    runs. The speeds are those of a `TaskTable`.
-    """
-    return simulate_segments(
-        program,
-        times,
-        _run_checked,
-        overlaps_communication=overlaps_communication,
-        compute_speed=compute_speed,
-        transfer_speed=transfer_speed,
-    )
 
 
 def run(table: TaskTable) -> tuple[FloatArray, FloatArray]:

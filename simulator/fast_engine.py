@@ -8,27 +8,21 @@ Both give the same bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from simulator import fast_fluid, fast_recurrence
-from simulator.columns import ProgramColumns
 from simulator.fast_beside import run_beside, runs_alone
 from simulator.fast_fluid import Fluid
 from simulator.fast_recurrence import Recurrence
-from simulator.program import Program
 from simulator.table_check import check_table, deadlock
 from simulator.task_chains import chains
 from simulator.task_groups import TaskGroups, group_tasks, tasks_by_stream
 from simulator.task_table import FloatArray, IntArray, TaskTable
-from simulator.timeline import Timeline, simulate_program, simulate_segments
-
-if TYPE_CHECKING:
-    from simulator.hardware import Hardware
 
 Times = tuple[FloatArray, FloatArray]
 State = TypeVar("State", Recurrence, Fluid)
@@ -43,38 +37,6 @@ WORTH_COMPILING = {
     "run_in_order": 500_000, "time_alone": 300_000, "run_streams": 200_000, "run_events": 60_000, "run_beside": 200_000,
 }  # fmt: skip
 _tasks_run: Counter[str] = Counter()
-
-
-def simulate(
-    program: Program | ProgramColumns, hardware: Hardware, *, times: Sequence[FloatArray] | None = None
-) -> Timeline:
-    """Simulate one step of `program` on `hardware`; `times` stand in for `task_times`.
-
-    Raises
-    ------
-    ProgramError
-        When the program cannot run to its end.
-    """
-    return simulate_program(program, hardware, _run_checked, times)
-
-
-def replay(
-    program: Program,
-    times: Sequence[FloatArray],
-    *,
-    overlaps_communication: bool = True,
-    compute_speed: float = 1.0,
-    transfer_speed: float = 1.0,
-) -> Timeline:
-    """Simulate one step whose tasks take `times`: one array (tasks,) of seconds for each segment."""
-    return simulate_segments(
-        program,
-        times,
-        _run_checked,
-        overlaps_communication=overlaps_communication,
-        compute_speed=compute_speed,
-        transfer_speed=transfer_speed,
-    )
 
 
 def run(table: TaskTable) -> Times:

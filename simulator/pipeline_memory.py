@@ -63,7 +63,7 @@ def pipeline_memory(
     """Memory of every rank that runs `schedule` with its actions from `starts_s` to `ends_s`, (A,).
 
     Activations stand from the start of the forward to the end of the backward pass. At one instant, what ends is
-    released before what starts is allocated, as in `simulator.memory`. A pair of actions runs together, so both stand
+    released before what starts is allocated. A pair of actions runs together, so both stand
     before either releases.
 
     Raises

@@ -1,7 +1,6 @@
-"""What a device does in one step: tasks on streams, in order, with their work and their buffers.
+"""What a device does: tasks with their work, and buffers.
 
-A program holds work (floating point operations, bytes, messages), never seconds: the same program
-is timed on any hardware. Devices that must behave alike share one task list.
+Tasks hold work (floating point operations, bytes, messages), never seconds: the same task is timed on any hardware.
 """
 
 from __future__ import annotations
@@ -136,9 +135,7 @@ class Buffer:
 class Task:
     """One kernel or one collective of a device.
 
-    ``after`` holds indices of tasks of the same segment that must end first; tasks of one stream
-    also run in the order of their indices. ``allocates`` happens when the task starts,
-    ``releases`` (names of buffers) when it ends. ``copied_bytes`` are read and written to pack tensors into a message
+    ``copied_bytes`` are read and written to pack tensors into a message
     and to cut them out of one. ``copies`` is how many copies between a device and its host the task stands for.
     ``sharded`` messages bring the shards of a unit's parameters together before its passes, or scatter their gradients.
     ``on_host``: the host works, or hosts exchange, on tensors in their memory, while the device waits in its stream.
@@ -153,7 +150,6 @@ class Task:
     name: str
     phase: Phase
     stream: str = COMPUTE_STREAM
-    after: tuple[int, ...] = ()
     kernel: Kernel = Kernel.VIEW
     dtype: str = "float32"
     flops: float = 0.0
@@ -167,17 +163,6 @@ class Task:
     copies: int = 1
     on_host: bool = False
     launched_with: int = -1
-    allocates: tuple[Buffer, ...] = ()
-    releases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Tasks that run from first to last, `count` times one after the other."""
-
-    name: str
-    tasks: tuple[Task, ...]
-    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,17 +172,3 @@ class ProgramAxis:
     name: str
     size: int
     stride: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """One optimizer step of every device of a mesh.
-
-    ``resident`` buffers are there before the step begins and after it ends.
-    """
-
-    name: str
-    devices: int
-    axes: tuple[ProgramAxis, ...]
-    segments: tuple[Segment, ...]
-    resident: tuple[Buffer, ...] = ()

@@ -31,7 +31,7 @@ Ranks that behave alike stand once in a table; a link use then counts all their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -98,3 +98,7 @@ class TaskTable:
     def size(self) -> int:
         """Number of tasks."""
         return len(self.stream)
+
+
+Engine = Callable[[TaskTable], tuple[FloatArray, FloatArray]]
+"""Runs a table: when its tasks start and end, arrays (tasks,) of seconds."""

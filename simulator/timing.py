@@ -1,4 +1,4 @@
-"""Seconds for every task of a program on a hardware."""
+"""Seconds of tasks on a hardware."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from simulator.caches import for_program
-from simulator.columns import ProgramColumns
 from simulator.corrections import kernel_factor, message_time
 from simulator.errors import ProgramError
 from simulator.hardware import Hardware
 from simulator.kernels import has_shape_model, kernel_time, shaped_time
 from simulator.launches import paced
-from simulator.program import DISK, HOST, Collective, Kernel, Program, Task
+from simulator.program import DISK, HOST, Collective, Kernel, ProgramAxis, Task
 from simulator.topology import GroupShape, group_shape
 
 FloatArray = npt.NDArray[np.float64]
@@ -57,50 +55,25 @@ def host_message_time(hardware: Hardware, collective: Collective, payload: Float
     return np.maximum(message_time(hardware, collective, payload, group), moved)
 
 
-def task_times(program: Program | ProgramColumns, hardware: Hardware) -> list[FloatArray]:
-    """Seconds of every task: one array (tasks,) for each segment.
+def task_times(tasks: Sequence[Task], axes: Sequence[ProgramAxis], hardware: Hardware, computing: float) -> FloatArray:
+    """(tasks,) seconds of tasks, whose messages travel along `axes`, while so many devices compute.
 
-    What the program holds at its peak says how much of it stays in the caches (`simulator.caches`). Tasks that share an
-    efficiency are timed together; `simulator.corrections` says what slows them, and
-    `simulator.launches` where the host is slower. What the host runs takes a kernel's overhead on the device, slowed
-    down by the software as there, and its bytes over the memory of the host; where the profile knows no way between
-    them, as of a CPU, both are one.
+    Tasks that share an efficiency are timed together; `simulator.corrections` says what slows them, and
+    `simulator.launches` where the host is slower. `Hardware.cached_share` says how much stays in the caches. What the
+    host runs takes a kernel's overhead on the device, slowed down by the software as there, and its bytes over the
+    memory of the host; where the profile knows no way between them, as of a CPU, both are one.
 
     Raises
     ------
     ProgramError
-        When a collective names an axis the program does not have.
+        When a collective names an axis that is not among `axes`.
     """
-    return program_times(program, for_program(hardware, program))
-
-
-def program_times(
-    program: Program | ProgramColumns, hardware: Hardware, computing: float | None = None
-) -> list[FloatArray]:
-    """`task_times` with as much in the caches as `hardware` already says.
-
-    Parameters
-    ----------
-    computing : how many devices compute at a time, which slow each other where they share cores; all by default
-    """
-    sharing = program.devices if computing is None else computing
-    if isinstance(program, Program):
-        return [_seconds(program, segment.tasks, hardware, sharing) for segment in program.segments]
-    distinct = {id(segment.tasks): segment.tasks for segment in program.segments}
-    found = {key: _seconds(program, tasks, hardware, sharing) for key, tasks in distinct.items()}
-    return [found[id(segment.tasks)][segment.which] for segment in program.segments]
-
-
-def _seconds(
-    program: Program | ProgramColumns, tasks: Sequence[Task], hardware: Hardware, sharing: float
-) -> FloatArray:
-    """(tasks,) seconds of each of `tasks`."""
-    shapes = group_shapes(program, hardware)
+    shapes = {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in axes}
     seconds = np.zeros(len(tasks))
     reaches_host = host_time(hardware, 1.0) > 0
     kernels, collectives = tasks_by_work(tasks)
     for (kernel, dtype, shaped), compute in kernels.items():
-        slowdown = kernel_factor(hardware, kernel, dtype, sharing)
+        slowdown = kernel_factor(hardware, kernel, dtype, computing)
         work = np.array([(tasks[i].flops, tasks[i].bytes_moved) for i in compute])
         if shaped and has_shape_model(hardware, kernel):
             shape = np.array([tasks[i].shape for i in compute]).T
@@ -118,7 +91,7 @@ def _seconds(
     for (collective, axis), messages in collectives.items():
         if axis not in shapes:
             raise ProgramError(
-                f"task {tasks[messages[0]].name!r} communicates on axis {axis!r}; the program has axes "
+                f"task {tasks[messages[0]].name!r} communicates on axis {axis!r}; the mesh has axes "
                 f"{sorted(shapes)}: add the axis or correct the task"
             )
         payload = np.array([tasks[i].payload_bytes for i in messages])
@@ -126,7 +99,7 @@ def _seconds(
         seconds[messages] = message_time(hardware, collective, payload, shapes[axis], sharded, axis)
         if hardware.copies_apart:
             copied = np.array([tasks[i].copied_bytes for i in messages])
-            seconds[messages] += copy_time(hardware, copied, sharing)
+            seconds[messages] += copy_time(hardware, copied, computing)
         if hosted := [i for i in messages if tasks[i].on_host]:
             payload = np.array([tasks[i].payload_bytes for i in hosted])
             seconds[hosted] = host_message_time(hardware, collective, payload, shapes[axis])
@@ -138,11 +111,6 @@ def copy_time(hardware: Hardware, copied_bytes: FloatArray, sharing: float) -> F
     slowdown = kernel_factor(hardware, Kernel.COPY, "", sharing)
     seconds = kernel_time(hardware, Kernel.COPY, "", np.zeros_like(copied_bytes), copied_bytes)
     return np.where(copied_bytes > 0, slowdown * seconds, 0.0)
-
-
-def group_shapes(program: Program | ProgramColumns, hardware: Hardware) -> dict[str, GroupShape]:
-    """Where the groups of every axis lie."""
-    return {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in program.axes}
 
 
 def tasks_by_work(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from planner.graph.operator_graph import Role, TensorRef
@@ -19,22 +19,13 @@ Part = tuple[tuple[int, ...] | None, tuple[TensorRef, ...], str]
 """Nodes, what they are given, and what leaves them."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Passes:
-    """What a body is made of, its nodes, and how many items there are once each of them has run."""
-
-    items: Sequence[Item]
-    nodes: Sequence[int]
-    reached: Sequence[int]
-
-
 def passes_of(
     source: PlacedGraph,
     nodes: Iterable[int] | None = None,
     given: Sequence[TensorRef] = (),
     gradients: Mapping[TensorRef, int] | None = None,
     leaves: str = "",
-) -> Passes:
+) -> Sequence[Item]:
     """What `Body` writes of these; its drafts may be those of another plan and are not to be changed.
 
     ``gradients`` are those of the graph, or where there are nodes, always the same terms of them. ``leaves`` is what
@@ -50,11 +41,11 @@ def passes_of(
     return _under(names, made[part]) if names else made[part]
 
 
-def _written(source: PlacedGraph, part: Part, gradients: Mapping[TensorRef, int] | None) -> Passes:
+def _written(source: PlacedGraph, part: Part, gradients: Mapping[TensorRef, int] | None) -> Sequence[Item]:
     nodes, given, leaves = part
     body = Body(source, nodes, given, gradients)
     offload(body, given, leaves)
-    return Passes(body.items, body.nodes, body.reached)
+    return body.items
 
 
 def _moves_parameters(source: PlacedGraph) -> bool:
@@ -91,7 +82,7 @@ def _asked(source: PlacedGraph) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=KEPT)
-def _known(asked: _ButParameters) -> tuple[PlacedGraph, dict[Part, Passes]]:
+def _known(asked: _ButParameters) -> tuple[PlacedGraph, dict[Part, Sequence[Item]]]:
     """The first placed graph of those that are alike, and what was written of it."""
     return asked.source, {}
 
@@ -105,9 +96,8 @@ def _other_names(known: PlacedGraph, source: PlacedGraph) -> Mapping[str, str]:
     return {name: there[read] for read, name in here.items() if there[read] != name}
 
 
-def _under(names: Mapping[str, str], passes: Passes) -> Passes:
-    items = [_renamed(item, names) if isinstance(item, Draft) else item for item in passes.items]
-    return Passes(items, passes.nodes, passes.reached)
+def _under(names: Mapping[str, str], items: Sequence[Item]) -> Sequence[Item]:
+    return [_renamed(item, names) if isinstance(item, Draft) else item for item in items]
 
 
 def _renamed(draft: Draft, names: Mapping[str, str]) -> Draft:

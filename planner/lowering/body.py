@@ -249,8 +249,8 @@ class Body(Writer):
         ways = (self.source.way(placements, wanted) for placements in self.sent.get(ref, ()))
         return any(way is not None and not self.source.volume(way) for way in ways)
 
-    def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase, *, asynchronous: bool = False) -> str:
-        target = super()._move(ref, value, step, phase, asynchronous=asynchronous)
+    def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase) -> str:
+        target = super()._move(ref, value, step, phase)
         if phase is Phase.FORWARD and isinstance(step.operation, Collective) and ref.node not in self.source.stored:
             self.sent.setdefault(ref, {})[step.after] = target
         return target

@@ -11,11 +11,10 @@ import numpy as np
 from planner.lowering.draft import Draft
 from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES
 from simulator import fast_engine
-from simulator.contention import message_transfers, messages_meet, overloads
+from simulator.contention import message_transfers, messages_meet, overloads, shared_work
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import Operators, pass_table
 from simulator.program import ProgramAxis, Task
-from simulator.task_order import shared_work
 from simulator.task_table import BoolArray, FloatArray, IntArray
 
 
@@ -77,9 +76,7 @@ class Links:
             return one
         rows = np.array(sorted(sent))
         tasks = [self.tasks[sent[row]] for row in rows.tolist()]
-        found = message_transfers(
-            tasks, np.arange(len(rows)), one.seconds[rows], self.hardware, self.devices, self.axes
-        )
+        found = message_transfers(tasks, one.seconds[rows], self.hardware, self.devices, self.axes)
         if found is None:
             return one
         found = replace(found, tasks=rows[found.tasks])

@@ -1,4 +1,4 @@
-"""A plan with several pipeline stages: its schedule, what every pass of every chunk runs, and the memory it takes."""
+"""A plan to be timed: its schedule, what every pass of every chunk runs, and the memory it takes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from simulator.hardware import Hardware
 from simulator.launches import send_stall
 from simulator.pipeline_memory import PipelineBytes
 from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, action_variants, in_one_stream
-from simulator.program import DISK, HOST, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
+from simulator.program import DISK, HOST, Collective, Kernel, Phase, ProgramAxis, Task
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.task_table import FloatArray
-from simulator.timing import host_message_time, program_times
+from simulator.timing import host_message_time, task_times
 from simulator.topology import GroupShape
 
 FORWARD, BACKWARD, INPUT, WEIGHT = ActionKind
@@ -308,13 +308,7 @@ def _axes(lowering: _Lowering) -> tuple[ProgramAxis, ...]:
 
 def _seconds(lowering: _Lowering, hardware: Hardware, computing: float) -> FloatArray:
     """(tasks,) seconds of all tasks while so many ranks compute."""
-    program = Program(
-        name=lowering.plan.network,
-        devices=lowering.plan.devices,
-        axes=_axes(lowering),
-        segments=(Segment(name="everything", tasks=tuple(lowering.work.tasks)),),
-    )
-    return program_times(program, hardware, computing)[0]
+    return task_times(lowering.work.tasks, _axes(lowering), hardware, computing)
 
 
 def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:

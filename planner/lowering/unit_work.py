@@ -141,14 +141,14 @@ def _unit_work(
     arrives, returns = before.forward if before else None, behind.gradient if behind else None
     given = [ref for ref in (arrives, returns) if ref is not None]
     sent_on = source.written_name(behind.forward) if behind else ""
-    body = passes_of(source, [i for i in unit.nodes if i not in sums], given, terms, sent_on)
-    coming = [draft for item in body.items if isinstance(item, Fetch) for draft in item.drafts]
-    drafts = [item for item in body.items if isinstance(item, Draft)]
-    made = {item for item in body.items if isinstance(item, TensorRef)}
+    items = passes_of(source, [i for i in unit.nodes if i not in sums], given, terms, sent_on)
+    coming = [draft for item in items if isinstance(item, Fetch) for draft in item.drafts]
+    drafts = [item for item in items if isinstance(item, Draft)]
+    made = {item for item in items if isinstance(item, TensorRef)}
     names = {
         source.value_name(ref, source.output_placements(ref)): Mark(ref, p) for ref, p in terms.items() if ref in made
     }
-    gathers = {item.phase: item.values for item in body.items if isinstance(item, Gather)}
+    gathers = {item.phase: item.values for item in items if isinstance(item, Gather)}
     gathered = {name for values in gathers.values() for *_, name in values}
     if not source.by_unit:
         values = tuple(

@@ -32,8 +32,7 @@ from simulator.pipeline_passes import OperatorResult, simulate_operators
 from simulator.pipeline_trace import action_times, write_pipeline_trace
 from simulator.program import Collective
 from simulator.schedules import ActionKind, Schedule
-from simulator.task_table import FloatArray, IntArray, TaskTable
-from simulator.timeline import Engine
+from simulator.task_table import Engine, FloatArray, IntArray, TaskTable
 
 ROUNDING = 1e-12
 """Part of a step by which equal sums may differ."""

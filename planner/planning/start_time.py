@@ -11,9 +11,10 @@ from planner.lowering.options import lowering_options, spread
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.start import broadcasts
 from planner.plans.plan import Plan, expanded_rules
-from simulator import fast_engine
+from simulator.caches import sharing_cores
 from simulator.hardware import Hardware
-from simulator.program import Program, ProgramAxis, Segment
+from simulator.program import ProgramAxis
+from simulator.timing import task_times
 
 
 def start_s(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> float:
@@ -23,19 +24,15 @@ def start_s(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> float:
     whole = unfold(graph)
     options, rules = spread(whole, expanded_rules(plan), lowering_options(plan, whole))
     source = PlacedGraph(whole, rules, options)
-    return max(_seconds(source, plan, nodes, hardware) for nodes in _of_ranks(plan, whole).values())
+    return max(_seconds(source, nodes, hardware) for nodes in _of_ranks(plan, whole).values())
 
 
-def _seconds(source: PlacedGraph, plan: Plan, parameters: Iterable[int], hardware: Hardware) -> float:
-    tasks = tuple(task for task, _ in broadcasts(source, parameters))
+def _seconds(source: PlacedGraph, parameters: Iterable[int], hardware: Hardware) -> float:
+    """Seconds of one message after the other: what a rank sends along an axis has come to it along those before."""
+    tasks = [task for task, _ in broadcasts(source, parameters)]
     mesh = source.options.mesh
-    program = Program(
-        name=plan.network,
-        devices=mesh.size,
-        axes=tuple(ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)),
-        segments=(Segment(name="start", tasks=tasks),),
-    )
-    return fast_engine.simulate(program, hardware).step_time_s if tasks else 0.0
+    axes = [ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)]
+    return float(task_times(tasks, axes, sharing_cores(hardware, mesh.size), mesh.size).sum())
 
 
 def _of_ranks(plan: Plan, graph: OperatorGraph) -> Mapping[int, list[int]]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.caches import ALL_BELOW, NONE_ABOVE, cached_share, in_caches, working_set
-from simulator.columns import columns
+from simulator.caches import ALL_BELOW, NONE_ABOVE, cached_share, in_caches
 from simulator.hardware import Caches, Hardware
 from simulator.kernels import kernel_time
 from simulator.profiles import load_profile, write_profile
-from simulator.program import Buffer, BufferKind, Kernel, Phase, Program, Segment, Task
+from simulator.program import Kernel, Phase, Task
 from simulator.timing import task_times
 
 MIB = 1 << 20
@@ -30,33 +28,6 @@ def processor(own: int = 1 * MIB, shared: int = 32 * MIB) -> Hardware:
         for kernel, model in PLAIN.kernels.items()
     }
     return replace(PLAIN, kernels=kernels, caches=Caches(own_bytes=own, shared_bytes=shared))
-
-
-def held(name: str, size: int) -> Buffer:
-    return Buffer(name=name, size_bytes=size, kind=BufferKind.ACTIVATION)
-
-
-def program(resident: int, *sizes: int, devices: int = 1, count: int = 1) -> Program:
-    """Every task allocates a tensor and releases the one before."""
-    tasks = tuple(
-        Task(
-            name=f"task {i}",
-            phase=Phase.FORWARD,
-            kernel=Kernel.ELEMENTWISE,
-            bytes_moved=1e6,
-            allocates=(held(f"tensor {i}", size),),
-            releases=(f"tensor {i - 1}",) if i else (),
-        )
-        for i, size in enumerate(sizes)
-    )
-    last = Task(name="last", phase=Phase.UPDATE, kernel=Kernel.COPY, releases=(f"tensor {len(sizes) - 1}",))
-    return Program(
-        name="chain",
-        devices=devices,
-        axes=(),
-        segments=(Segment(name="step", tasks=(*tasks, last), count=count),),
-        resident=(held("weights", resident),),
-    )
 
 
 def test_a_profile_without_caches_finds_nothing_in_them() -> None:
@@ -97,20 +68,13 @@ def test_a_kernel_takes_between_its_time_in_the_caches_and_beyond(share: float, 
     assert beyond == kernel_time(PLAIN, Kernel.COPY, "float32", 0.0, moved)
 
 
-def test_the_working_set_is_what_stands_at_the_peak() -> None:
-    chain = program(100, 10, 20, 5, count=3)
-    assert working_set(chain) == 100 + 30
-    assert working_set(columns(chain)) == 130
-
-
-def test_programs_are_timed_by_what_they_hold() -> None:
+def test_tasks_are_timed_by_what_a_step_holds() -> None:
     hardware = processor()
-    (small,), (large,) = (task_times(program(size, 1000), hardware) for size in (1 * MIB, 1 << 30))
-    assert small[0] < large[0]
-    (plain,) = task_times(program(1 << 30, 1000), PLAIN)
-    np.testing.assert_array_equal(large, plain)
+    moved = [Task(name="task", phase=Phase.FORWARD, kernel=Kernel.ELEMENTWISE, bytes_moved=1e6)]
+    small, large = (task_times(moved, (), in_caches(hardware, size, 1), 1)[0] for size in (1 * MIB, 1 << 30))
+    assert small < large == task_times(moved, (), PLAIN, 1)[0]
     overhead = hardware.kernels[Kernel.ELEMENTWISE].overhead_s
-    assert small[0] - overhead == pytest.approx((large[0] - overhead) / 4)
+    assert small - overhead == pytest.approx((large - overhead) / 4)
 
 
 def test_a_profile_states_its_caches_and_speeds_in_them(tmp_path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +14,20 @@ from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.collective_patterns import ring_gather
-from simulator.contention import representative_axes, segment_transfers
+from simulator.contention import Transfers, message_transfers, representative_axes
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
-from simulator.program import Collective, Program, ProgramAxis, Segment, Task
+from simulator.program import Collective, ProgramAxis, Task
 from simulator.table_builder import TableBuilder
-from simulator.task_order import streams_of
-from simulator.task_table import StreamKind, TaskTable
-from simulator.timeline import Timeline
-from simulator.timing import group_shapes, task_times
+from simulator.task_table import FloatArray, StreamKind, TaskTable
+from simulator.timing import task_times
 from simulator.topology import axis_groups, contended, link_use, topology_graph
-from tests.simulator.programs import communication, program, segment, segments, task
+from tests.simulator.programs import AXES, DEVICES, communication, table_of, task
+from tests.simulator.test_engine import waiting_tasks
 
 DGX = replace(load_profile("dgx-a100"), training={}, overlap_compute_speed=1.0)
-Simulate = Callable[..., Timeline]
-ENGINES = pytest.mark.parametrize("simulate", [engine.simulate, fast_engine.simulate], ids=["reference", "fast"])
+Run = Callable[[TaskTable], tuple[FloatArray, FloatArray]]
+ENGINES = pytest.mark.parametrize("run", [engine.run, fast_engine.run], ids=["reference", "fast"])
 NODES: tuple[ProgramAxis, ...] = (
     ProgramAxis(name="data", size=2, stride=16),
     ProgramAxis(name="tensor", size=16, stride=1),
@@ -36,107 +35,112 @@ NODES: tuple[ProgramAxis, ...] = (
 """Four nodes of eight: both axes leave the node over the same network cards."""
 
 
-def on_nodes(*tasks: Task, axes: tuple[ProgramAxis, ...] = NODES, devices: int = 32) -> Program:
-    return Program(name="test", devices=devices, axes=axes, segments=(segment(*tasks),))
+class Step:
+    """Tasks of a rank, with what each waits for, on axes of a job."""
 
+    def __init__(
+        self,
+        *tasks: Task,
+        after: Sequence[Sequence[int]] = (),
+        axes: tuple[ProgramAxis, ...] = NODES,
+        devices: int = 32,
+    ) -> None:
+        self.tasks, self.after, self.axes, self.devices = tasks, after, axes, devices
 
-def alone(subject: Program, hardware: Hardware) -> Timeline:
-    return fast_engine.replay(subject, task_times(subject, hardware))
+    def seconds(self, hardware: Hardware) -> FloatArray:
+        return task_times(self.tasks, self.axes, hardware, self.devices)
+
+    def transfers(self, hardware: Hardware) -> Transfers | None:
+        return message_transfers(self.tasks, self.seconds(hardware), hardware, self.devices, self.axes)
+
+    def ends(self, hardware: Hardware, run: Run = fast_engine.run) -> FloatArray:
+        """When tasks end where links are shared."""
+        table = table_of(self.tasks, self.seconds(hardware), self.after, hardware, self.axes, self.devices)
+        return run(table)[1]
+
+    def alone_s(self, hardware: Hardware) -> float:
+        """Seconds with links that are free."""
+        return float(fast_engine.run(table_of(self.tasks, self.seconds(hardware), self.after))[1].max())
 
 
 @ENGINES
 @pytest.mark.parametrize(("first", "second"), [(4e9, 1e9), (1e9, 1e9)])
-def test_two_axes_share_a_network_card(simulate: Simulate, first: float, second: float) -> None:
+def test_two_axes_share_a_network_card(run: Run, first: float, second: float) -> None:
     """Both begin at 0; until the shorter has ended each has half the card, then the longer has all it can use."""
     strides = {"data": (2, 16), "context": (2, 8), "tensor": (8, 1)}
     axes = tuple(ProgramAxis(name=name, size=size, stride=stride) for name, (size, stride) in strides.items())
-    subject = on_nodes(
-        communication("long", payload_bytes=first), communication("short", "context", payload_bytes=second), axes=axes
-    )
-    (seconds,) = task_times(subject, DGX)
+    long, other = communication("long", payload_bytes=first), communication("short", "context", payload_bytes=second)
+    step = Step(long, other, axes=axes)
+    seconds = step.seconds(DGX)
     latency = 2 * DGX.levels[1].latency_s + DGX.collective_overhead_s
     # A ring all-reduce of two sends its whole payload over the card; what takes longer waits between pieces.
     card = DGX.levels[1].bandwidth_bytes_per_s
     rate = [payload / (taken - latency) for payload, taken in zip((first, second), seconds, strict=True)]
     assert 0.9 * card < min(rate) <= card
     short = latency + second / (card / 2)
-    left = first - second
-    timeline = simulate(subject, DGX)
-    ends = timeline.segments[0].ends_s
+    ends = step.ends(DGX, run)
     assert ends[1] == pytest.approx(short, rel=1e-9)
-    assert ends[0] == pytest.approx(short + left / rate[0], rel=1e-9)
-    assert alone(subject, DGX).step_time_s == seconds.max() < ends.max()
-    assert timeline.breakdown["exposed_communication_s"] == pytest.approx(timeline.step_time_s)
+    assert ends[0] == pytest.approx(short + (first - second) / rate[0], rel=1e-9)
+    assert step.alone_s(DGX) == seconds.max() < ends.max()
 
 
 @ENGINES
-def test_one_after_the_other_they_take_their_own_time(simulate: Simulate) -> None:
-    tasks = (communication("a", payload_bytes=1e8), communication("b", "tensor", payload_bytes=1e8, after=(0,)))
-    subject = on_nodes(task("k", flops=1e12), *tasks)
-    assert simulate(subject, DGX).step_time_s == pytest.approx(alone(subject, DGX).step_time_s, rel=1e-12)
+def test_one_after_the_other_they_take_their_own_time(run: Run) -> None:
+    tasks = (communication("a", payload_bytes=1e8), communication("b", "tensor", payload_bytes=1e8))
+    step = Step(*tasks, task("k", flops=1e12), after=((), (0,), ()))
+    assert step.ends(DGX, run).max() == pytest.approx(step.alone_s(DGX), rel=1e-12)
 
 
 def test_axes_with_links_of_their_own_stay_as_they_are() -> None:
     axes = (ProgramAxis(name="data", size=4, stride=8), ProgramAxis(name="tensor", size=8, stride=1))
     tasks = (communication("a", payload_bytes=1e8), communication("b", "tensor", payload_bytes=1e9))
-    subject = on_nodes(*tasks, axes=axes)
-    assert segment_transfers(subject, DGX, 0, task_times(subject, DGX)[0]) is None
-    assert fast_engine.simulate(subject, DGX).step_time_s == alone(subject, DGX).step_time_s
-    serial = replace(DGX, overlaps_communication=False)
-    assert segment_transfers(on_nodes(*tasks), serial, 0, task_times(subject, serial)[0]) is None
+    step = Step(*tasks, axes=axes)
+    assert step.transfers(DGX) is None
+    assert step.ends(DGX).max() == step.alone_s(DGX)
+    assert Step(*tasks).transfers(replace(DGX, overlaps_communication=False)) is None
 
 
 @st.composite
-def messages(draw: st.DrawFn) -> Program:
-    """Random segments whose messages are of several sizes and sorts."""
-    parts = []
-    for number in range(draw(st.integers(1, 2))):
-        part = draw(segments(f"s{number}"))
-        tasks = [
-            one
-            if one.collective is None
-            else replace(
-                one,
-                payload_bytes=draw(st.sampled_from((0.0, 1e3, 1e7, 1e8))),
-                collective=draw(st.sampled_from((Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.ALL_TO_ALL))),
-            )
-            for one in part.tasks
-        ]
-        tasks = [replace(one, flops=1e11) if one.collective is None else one for one in tasks]
-        parts.append(replace(part, tasks=tuple(tasks)))
-    return program(*parts)
+def steps(draw: st.DrawFn) -> Step:
+    """Random tasks whose messages are of several sizes and sorts."""
+    tasks, _, after = draw(waiting_tasks())
+    sizes = st.sampled_from((0.0, 1e3, 1e7, 1e8))
+    kinds = st.sampled_from((Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.ALL_TO_ALL))
+    found = [
+        replace(one, flops=1e11)
+        if one.collective is None
+        else replace(one, payload_bytes=draw(sizes), collective=draw(kinds))
+        for one in tasks
+    ]
+    return Step(*found, after=after, axes=AXES, devices=DEVICES)
 
 
 @settings(deadline=None, max_examples=60)
-@given(subject=messages(), name=st.sampled_from(("dgx-a100", "a100-pcie")), slow=st.booleans())
-def test_both_engines_on_programs_that_contend(subject: Program, name: str, slow: bool) -> None:
+@given(step=steps(), name=st.sampled_from(("dgx-a100", "a100-pcie")), slow=st.booleans())
+def test_both_engines_on_messages_that_contend(step: Step, name: str, slow: bool) -> None:
     speeds = (0.8, 0.7) if slow else (1.0, 1.0)
     hardware = replace(load_profile(name), overlap_compute_speed=speeds[0], overlap_transfer_speed=speeds[1])
-    reference, fast = engine.simulate(subject, hardware), fast_engine.simulate(subject, hardware)
-    times = task_times(subject, hardware)
-    for one, other, seconds in zip(reference.segments, fast.segments, times, strict=True):
-        np.testing.assert_allclose(one.starts_s, other.starts_s, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(one.ends_s, other.ends_s, rtol=1e-9, atol=1e-12)
-        assert np.all(other.ends_s - other.starts_s >= seconds * (1 - 1e-9) - 1e-12)
-        assert other.duration_s <= seconds.sum() / (0.7 if slow else 1) * (1 + 1e-9)
-    assert sum(fast.breakdown.values()) == pytest.approx(fast.step_time_s, rel=1e-9, abs=1e-15)
-    assert fast.peak_memory_bytes == reference.peak_memory_bytes
+    seconds = step.seconds(hardware)
+    table = table_of(step.tasks, seconds, step.after, hardware, step.axes, step.devices)
+    (starts, ends), reference = fast_engine.run(table), engine.run(table)
+    np.testing.assert_allclose(starts, reference[0], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(ends, reference[1], rtol=1e-9, atol=1e-12)
+    assert np.all(ends - starts >= seconds * (1 - 1e-9) - 1e-12)
+    assert ends.max(initial=0.0) <= seconds.sum() / (0.7 if slow else 1) * (1 + 1e-9)
 
 
-def test_the_profile_says_what_overlap_costs(tmp_path: Any) -> None:
+def test_the_profile_says_what_overlap_costs() -> None:
     hardware = replace(DGX, overlap_compute_speed=0.8, overlap_transfer_speed=0.5)
-    tasks = (task("a", flops=1e13), communication("a.reduce", payload_bytes=1e9))
-    subject = on_nodes(*tasks)
-    (kernel, message), shape = task_times(subject, hardware)[0], group_shapes(subject, hardware)["data"]
-    timeline = fast_engine.simulate(subject, hardware)
+    step = Step(task("a", flops=1e13), communication("a.reduce", payload_bytes=1e9))
+    kernel, message = step.seconds(hardware)
+    ends = step.ends(hardware)
     latency = hardware.levels[1].latency_s * 2 + hardware.collective_overhead_s
-    assert shape.size == 2
     beside = (message - latency) / 0.5
     assert beside < kernel - latency
-    assert timeline.segments[0].ends_s[1] == pytest.approx(latency + beside, rel=1e-9)
-    assert timeline.step_time_s == pytest.approx(kernel + 0.2 * (latency + beside), rel=1e-9)
+    assert ends[1] == pytest.approx(latency + beside, rel=1e-9)
+    assert ends[0] == pytest.approx(kernel + 0.2 * (latency + beside), rel=1e-9)
     kept = replace(hardware, overlap_transfer_speed=1.0)
-    assert fast_engine.simulate(subject, kept).step_time_s == pytest.approx(kernel + 0.2 * message, rel=1e-9)
+    assert step.ends(kept).max() == pytest.approx(kernel + 0.2 * message, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["dgx-a100", "dgx1-v100", "a100-pcie", "gh200x4", "ascend910-atlas800"])
@@ -182,22 +186,20 @@ def test_racks_and_deep_clusters(name: str, devices: int, tensor: int, links: bo
         ProgramAxis(name="data", size=devices // tensor, stride=tensor),
         ProgramAxis(name="tensor", size=tensor, stride=1),
     )
-    subject = on_nodes(communication("a"), communication("b", "tensor"), axes=axes, devices=devices)
-    found = segment_transfers(subject, hardware, 0, task_times(subject, hardware)[0])
-    assert (found is not None) == links
-    shared, alone_s = fast_engine.simulate(subject, hardware).step_time_s, alone(subject, hardware).step_time_s
-    assert shared >= alone_s * (1 - 1e-12)
+    step = Step(communication("a"), communication("b", "tensor"), axes=axes, devices=devices)
+    assert (step.transfers(hardware) is not None) == links
+    assert step.ends(hardware).max() >= step.alone_s(hardware) * (1 - 1e-12)
 
 
-def every_rank(subject: Program, hardware: Hardware, part: Segment) -> TaskTable:
+def every_rank(subject: Step, hardware: Hardware) -> TaskTable:
     """All ranks with the messages of each on the links of the graph, groups meeting; only rings, and long messages."""
-    (seconds,) = task_times(subject, hardware)
+    seconds = subject.seconds(hardware)
     topology = topology_graph(hardware, subject.devices)
     axes = {axis.name: axis_groups(subject.devices, axis.size, axis.stride) for axis in subject.axes}
     uses = {name: link_use(topology, groups, ring_gather) for name, groups in axes.items()}
     capacities = np.asarray(topology.capacities)
     narrow = {name: int(np.argmax(use / capacities)) for name, use in uses.items()}
-    transfers = segment_transfers(subject, hardware, 0, seconds)
+    transfers = subject.transfers(hardware)
     assert transfers is not None
     latency = dict(zip(transfers.tasks.tolist(), transfers.latency_s.tolist(), strict=True))
     rate = dict(zip(transfers.tasks.tolist(), transfers.rate_bytes_per_s.tolist(), strict=True))
@@ -206,10 +208,10 @@ def every_rank(subject: Program, hardware: Hardware, part: Segment) -> TaskTable
     streams = {
         (rank, name): builder.stream(rank, StreamKind.COMPUTE if name == "compute" else StreamKind.COMMUNICATION)
         for rank in range(subject.devices)
-        for name in streams_of(part, overlaps_communication=True)
+        for name in dict.fromkeys(one.stream for one in subject.tasks)
     }
     number: dict[tuple[int, int], int] = {}
-    for index, one in enumerate(part.tasks):
+    for index, one in enumerate(subject.tasks):
         groups = axes[one.axis] if one.collective else [range(rank, rank + 1) for rank in range(subject.devices)]
         for group in groups:
             meeting = builder.meeting(len(group))
@@ -224,7 +226,7 @@ def every_rank(subject: Program, hardware: Hardware, part: Segment) -> TaskTable
                     if rank == group[0]:
                         weights = use[crossed] / uses[one.axis][narrow[one.axis]]
                         fields |= {"links": crossed.tolist(), "weights": weights.tolist()}
-                after = [number[rank, before] for before in one.after]
+                after = [number[rank, before] for before in subject.after[index]]
                 stream = streams[rank, one.stream]
                 number[rank, index] = builder.task(stream, meeting=meeting, after=after, **fields)
     return builder.build(compute_speed=hardware.overlap_compute_speed)
@@ -242,20 +244,18 @@ def test_a_rank_stands_for_all(name: str, devices: int, tensor: int) -> None:
         ProgramAxis(name="tensor", size=tensor, stride=1),
     )
     tasks: list[Task] = []
+    after: list[tuple[int, ...]] = []
     for layer in range(4):
-        before = (len(tasks) - 2,) if layer else ()
-        tasks.append(task(f"{layer}", flops=(0.2 + 0.1 * layer) * 1e12, bytes_moved=1e6, after=before))
-        tasks.append(communication(f"{layer}.sum", "tensor", payload_bytes=4e8, after=(len(tasks) - 1,)))
-        tasks.append(communication(f"{layer}.gradients", payload_bytes=3e8, after=(len(tasks) - 2,)))
-    for index, one in enumerate(tasks):
-        if one.name.isdigit() and index:
-            tasks[index] = replace(one, after=(index - 2,))
-    subject = on_nodes(*tasks, axes=axes, devices=devices)
-    timeline = fast_engine.simulate(subject, hardware)
+        tasks.append(task(f"{layer}", flops=(0.2 + 0.1 * layer) * 1e12, bytes_moved=1e6))
+        tasks.append(communication(f"{layer}.sum", "tensor", payload_bytes=4e8))
+        tasks.append(communication(f"{layer}.gradients", payload_bytes=3e8))
+        kernel = 3 * layer
+        after += [(kernel - 2,) if layer else (), (kernel,), (kernel,)]
+    step = Step(*tasks, after=after, axes=axes, devices=devices)
+    alone = step.ends(hardware)
     calm = replace(hardware, overlap_compute_speed=1.0)
-    assert timeline.step_time_s >= fast_engine.simulate(subject, calm).step_time_s
-    assert timeline.step_time_s > alone(subject, calm).step_time_s * 1.001
-    _, ends = fast_engine.run(every_rank(subject, hardware, subject.segments[0]))
-    assert ends.max() == pytest.approx(timeline.step_time_s, rel=1e-9)
+    assert alone.max() >= step.ends(calm).max()
+    assert alone.max() > step.alone_s(calm) * 1.001
+    _, ends = fast_engine.run(every_rank(step, hardware))
     everyone = ends.reshape(len(tasks), devices)
-    np.testing.assert_allclose(everyone, np.broadcast_to(timeline.segments[0].ends_s[:, None], everyone.shape))
+    np.testing.assert_allclose(everyone, np.broadcast_to(alone[:, None], everyone.shape), rtol=1e-9)

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.caches import for_program
+from simulator.caches import sharing_cores
 from simulator.calibration import messages
 from simulator.calibration.crowds import SIZES, CrowdTimes, crowding, fit_crowding
 from simulator.calibration.messages import MessageTimes
 from simulator.crowding import Crowding, crowded
 from simulator.errors import ProfileError
 from simulator.profiles import load_profile, write_profile
-from simulator.program import Collective, Program, ProgramAxis
+from simulator.program import Collective, ProgramAxis
 from simulator.timing import task_times
-from tests.simulator.programs import communication, program, segment
+from tests.simulator.programs import AXES, communication
 from tests.simulator.test_hardware import calibrated
 
 TABLE = (
@@ -100,13 +100,10 @@ def test_steps_on_shared_cores_pay_for_it(tmp_path: Path) -> None:
     assert hardware.hash != plain.hash
     assert load_profile(str(tmp_path / "crowded.yaml")).crowding == hardware.crowding
     tasks = [communication("sum", axis, payload_bytes=1e6) for axis in ("data", "tensor")]
-    found = program(segment(*tasks))
-    free = task_times(found, plain)[0]
-    assert task_times(found, hardware)[0] == pytest.approx(2e-3 + 1.5 * free)
+    free = task_times(tasks, AXES, plain, 4)
+    assert task_times(tasks, AXES, sharing_cores(hardware, 4), 4) == pytest.approx(2e-3 + 1.5 * free)
     axes = (ProgramAxis(name="tensor", size=2, stride=1),)
-    alone = Program(name="two", devices=2, axes=axes, segments=(segment(tasks[1]),))
-    assert task_times(alone, hardware)[0] == pytest.approx(free[1:])
-    assert for_program(hardware, alone).processes == 2
+    assert task_times(tasks[1:], axes, sharing_cores(hardware, 2), 2) == pytest.approx(free[1:])
 
 
 def test_a_group_needs_others_beside_it(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""What both engines promise, and that they agree."""
+"""What both engines promise of the streams of a rank."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
@@ -14,205 +14,106 @@ from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.errors import ProgramError
-from simulator.profiles import load_profile
-from simulator.program import Program, Segment
-from simulator.timeline import Timeline
-from tests.simulator.programs import STREAMS, communication, program, segment, task, timed_programs
+from simulator.program import COMPUTE_STREAM, Task
+from simulator.task_table import FloatArray, TaskTable
+from tests.simulator.programs import communication, table_of, task
 
-ENGINES = pytest.mark.parametrize("replay", [engine.replay, fast_engine.replay], ids=["reference", "fast"])
-Replay = Callable[..., Timeline]
-Timed = tuple[Program, list[np.ndarray]]
+STREAMS = (COMPUTE_STREAM, "communication:data", "communication:tensor")
+DURATIONS = st.sampled_from((0.0, 1.0, 2.0, 0.5, 0.1, 1e-6, 3.3))
+Run = Callable[[TaskTable], tuple[FloatArray, FloatArray]]
+ENGINES = pytest.mark.parametrize("run", [engine.run, fast_engine.run], ids=["reference", "fast"])
 
 
-def in_order(one: Segment) -> Segment:
-    """The segment with only those dependencies that one stream in index order can meet."""
-    tasks = [
-        dataclasses.replace(t, after=tuple(b for b in t.after if b < i), allocates=(), releases=())
-        for i, t in enumerate(one.tasks)
+@st.composite
+def waiting_tasks(draw: st.DrawFn) -> tuple[list[Task], FloatArray, list[tuple[int, ...]]]:
+    """Tasks on several streams that run in some hidden order, so that they cannot block each other.
+
+    They may wait for later numbers on other streams.
+    """
+    size = draw(st.integers(0, 12))
+    streams = draw(st.lists(st.sampled_from(STREAMS), min_size=size, max_size=size))
+    queues = {name: [i for i, s in enumerate(streams) if s == name] for name in STREAMS}
+    hidden = []
+    while any(queues.values()):
+        hidden.append(queues[draw(st.sampled_from([name for name in STREAMS if queues[name]]))].pop(0))
+    position = {index: place for place, index in enumerate(hidden)}
+    after = [
+        tuple(b for b in range(size) if position[b] < position[i] and draw(st.integers(0, 3)) == 0) for i in range(size)
     ]
-    return dataclasses.replace(one, tasks=tuple(tasks))
+    tasks = [task(f"{i}") if s == COMPUTE_STREAM else communication(f"{i}", s[14:]) for i, s in enumerate(streams)]
+    return tasks, np.array([draw(DURATIONS) for _ in tasks]), after
 
 
-def critical_path(one: Segment, times: np.ndarray) -> float:
+def critical_path(tasks: list[Task], seconds: FloatArray, after: list[tuple[int, ...]]) -> float:
     graph = nx.DiGraph()
-    for index, t in enumerate(one.tasks):
-        graph.add_edge(index, ("end", index), weight=times[index])
-        graph.add_edges_from(((("end", before), index) for before in t.after), weight=0.0)
+    for index, waits in enumerate(after):
+        graph.add_edge(index, ("end", index), weight=seconds[index])
+        graph.add_edges_from(((("end", before), index) for before in waits), weight=0.0)
     for stream in STREAMS:
-        indices = [i for i, t in enumerate(one.tasks) if t.stream == stream]
+        indices = [i for i, t in enumerate(tasks) if t.stream == stream]
         graph.add_edges_from(((("end", a), b) for a, b in itertools.pairwise(indices)), weight=0.0)
     return float(nx.dag_longest_path_length(graph)) if graph else 0.0
 
 
 @ENGINES
-@given(timed=timed_programs())
-def test_schedule_is_valid_and_as_early_as_can_be(replay: Replay, timed: Timed) -> None:
-    given_program, times = timed
-    timeline = replay(given_program, times)
-    offset = 0.0
-    for one, found, seconds in zip(given_program.segments, timeline.segments, times, strict=True):
-        np.testing.assert_allclose(found.ends_s - found.starts_s, seconds, atol=1e-12)
-        for index, t in enumerate(one.tasks):
-            assert all(found.ends_s[before] <= found.starts_s[index] for before in t.after)
-        for stream in STREAMS:
-            indices = [i for i, t in enumerate(one.tasks) if t.stream == stream]
-            assert all(found.ends_s[a] <= found.starts_s[b] for a, b in itertools.pairwise(indices))
-            assert found.duration_s >= seconds[indices].sum() - 1e-12
-        assert found.duration_s == pytest.approx(critical_path(one, seconds), rel=1e-12, abs=1e-15)
-        assert found.offset_s == offset
-        offset += one.count * found.duration_s
-    assert timeline.step_time_s == offset
-    assert sum(timeline.breakdown.values()) == pytest.approx(timeline.step_time_s, rel=1e-9, abs=1e-15)
-
-
-@given(timed=timed_programs())
-def test_engines_agree(timed: Timed) -> None:
-    given_program, times = timed
-    reference, fast = engine.replay(given_program, times), fast_engine.replay(given_program, times)
-    assert_equal(reference, fast)
-    serial = dataclasses.replace(given_program, segments=tuple(in_order(s) for s in given_program.segments))
-    reference = engine.replay(serial, times, overlaps_communication=False)
-    assert_equal(reference, fast_engine.replay(serial, times, overlaps_communication=False))
-    total = sum(s.count * t.sum() for s, t in zip(serial.segments, times, strict=True))
-    assert reference.step_time_s == pytest.approx(total, rel=1e-12)
-    assert reference.breakdown["bubble_s"] == 0.0
-
-
-@given(timed=timed_programs())
-def test_engines_agree_on_overlap_that_slows(timed: Timed) -> None:
-    slow = {"compute_speed": 0.75, "transfer_speed": 0.5}
-    alone, reference, fast = (
-        engine.replay(*timed),
-        engine.replay(*timed, **slow),
-        fast_engine.replay(*timed, **slow),
-    )
-    for one, other in zip(reference.segments, fast.segments, strict=True):
-        np.testing.assert_allclose(one.starts_s, other.starts_s, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(one.ends_s, other.ends_s, rtol=1e-9, atol=1e-12)
-    assert alone.step_time_s <= reference.step_time_s * (1 + 1e-9) <= 2 * alone.step_time_s * (1 + 1e-8)
+@given(given_tasks=waiting_tasks())
+def test_times_are_valid_and_as_early_as_can_be(
+    run: Run, given_tasks: tuple[list[Task], FloatArray, list[tuple[int, ...]]]
+) -> None:
+    tasks, seconds, after = given_tasks
+    starts, ends = run(table_of(tasks, seconds, after))
+    np.testing.assert_allclose(ends - starts, seconds, atol=1e-12)
+    for index, waits in enumerate(after):
+        assert all(ends[before] <= starts[index] for before in waits)
+    for stream in STREAMS:
+        indices = [i for i, t in enumerate(tasks) if t.stream == stream]
+        assert all(ends[a] <= starts[b] for a, b in itertools.pairwise(indices))
+    longest = critical_path(tasks, seconds, after)
+    assert ends.max(initial=0.0) == pytest.approx(longest, rel=1e-12, abs=1e-15)
 
 
 @ENGINES
 @given(work=st.floats(1e-3, 1.0), message=st.floats(1e-3, 1.0), speed=st.floats(0.1, 1.0))
-def test_work_beside_a_message_takes_what_profiles_say(
-    replay: Replay, work: float, message: float, speed: float
-) -> None:
+def test_work_beside_a_message_takes_what_profiles_say(run: Run, work: float, message: float, speed: float) -> None:
     """`Hardware.lost_to_messages`: W of work and m of a message beside it take max(W + l m, m)."""
-    timeline = replay(
-        program(segment(communication("message"), task("work"))), [np.array([message, work])], compute_speed=speed
-    )
-    assert timeline.step_time_s == pytest.approx(max(work + (1 - speed) * message, message))
+    table = table_of([communication("message"), task("work")], np.array([message, work]))
+    ends = run(replace(table, compute_speed=speed))[1]
+    assert ends.max() == pytest.approx(max(work + (1 - speed) * message, message))
 
 
 @ENGINES
-def test_overlap_slows_computation_and_communication(replay: Replay) -> None:
-    tasks = (task("a"), communication("a.reduce", after=(0,)), task("b"))
-    times = [np.array([1.0, 2.0, 4.0])]
-    timeline = replay(program(segment(*tasks)), times, compute_speed=0.8, transfer_speed=0.5)
-    # The communication takes 4 s beside the computation, which then has 4 - 3.2 s left.
-    np.testing.assert_allclose(timeline.segments[0].ends_s, [1.0, 5.0, 5.8], rtol=1e-12)
-    serial = replay(program(segment(*tasks)), times, overlaps_communication=False, compute_speed=0.8)
-    assert serial.step_time_s == 7.0
-
-
-def assert_equal(one: Timeline, other: Timeline) -> None:
-    assert one.step_time_s == other.step_time_s
-    assert one.breakdown == other.breakdown
-    assert one.collectives == other.collectives
-    assert one.memory_at_peak == other.memory_at_peak
-    assert one.memory.peak_time_s == other.memory.peak_time_s
-    for a, b in zip(one.segments, other.segments, strict=True):
-        np.testing.assert_array_equal(a.starts_s, b.starts_s)
-        np.testing.assert_array_equal(a.ends_s, b.ends_s)
+def test_communication_hides_behind_later_computation(run: Run) -> None:
+    tasks = [task("a"), communication("a.reduce"), task("b"), task("c")]
+    starts, ends = run(table_of(tasks, np.array([1.0, 3.0, 2.0, 1.0]), [(), (0,), (), (1,)]))
+    assert starts.tolist() == [0.0, 1.0, 1.0, 4.0]
+    assert ends.max() == 5.0
 
 
 @ENGINES
-def test_communication_hides_behind_later_computation(replay: Replay) -> None:
-    tasks = (task("a"), communication("a.reduce", after=(0,)), task("b"), task("c", after=(1,)))
-    times = [np.array([1.0, 3.0, 2.0, 1.0])]
-    overlapped = replay(program(segment(*tasks)), times)
-    assert overlapped.segments[0].starts_s.tolist() == [0.0, 1.0, 1.0, 4.0]
-    assert overlapped.step_time_s == 5.0
-    serial = replay(program(segment(*tasks)), times, overlaps_communication=False)
-    assert serial.segments[0].starts_s.tolist() == [0.0, 1.0, 4.0, 6.0]
-
-
-@ENGINES
-def test_dependency_on_a_later_task_of_another_stream(replay: Replay) -> None:
-    tasks = (task("a", after=(1,)), communication("b"))
-    timeline = replay(program(segment(*tasks, count=3)), [np.array([1.0, 2.0])])
-    assert timeline.segments[0].starts_s.tolist() == [2.0, 0.0]
-    assert timeline.step_time_s == 9.0
+def test_dependency_on_a_later_task_of_another_stream(run: Run) -> None:
+    starts, ends = run(table_of([task("a"), communication("b")], np.array([1.0, 2.0]), [(1,), ()]))
+    assert (starts.tolist(), ends.max()) == ([2.0, 0.0], 3.0)
 
 
 @ENGINES
 @pytest.mark.parametrize(
-    ("tasks", "overlaps", "named"),
+    ("tasks", "after", "named"),
     [
-        ((task("alone", after=(0,)),), True, ["task 0 'alone' waits for task 0 'alone'"]),
-        ((task("early", after=(1,)), task("late")), True, ["'early' waits", "'late' comes behind (stream 'compute')"]),
-        ((task("x", after=(1,)), communication("y", after=(0,))), True, ["'x' waits for task 1 'y'", "'y' waits for"]),
-        ((task("x", after=(1,)), communication("y")), False, ["'x' waits for task 1 'y'", "'y' comes behind"]),
+        ([task("alone")], [(0,)], ["'alone' of rank 0 waits for task 0 'alone'"]),
+        ([task("early"), task("late")], [(1,), ()], ["'early' of rank 0 waits", "'late' of rank 0 comes behind"]),
+        ([task("x"), communication("y")], [(1,), (0,)], ["'x' of rank 0 waits for task 1 'y'", "'y' of rank 0 waits"]),
     ],
 )
-def test_deadlock_names_the_tasks(replay: Replay, tasks: tuple, overlaps: bool, named: list[str]) -> None:
-    blocked = program(segment(task("free"), name="first"), segment(*tasks, name="stuck"))
-    with pytest.raises(ProgramError, match="segment 'stuck' never ends") as caught:
-        replay(blocked, [np.ones(1), np.ones(len(tasks))], overlaps_communication=overlaps)
+def test_deadlock_names_the_tasks(run: Run, tasks: list[Task], after: list[tuple[int, ...]], named: list[str]) -> None:
+    with pytest.raises(ProgramError, match="never ends") as caught:
+        run(table_of(tasks, np.ones(len(tasks)), after))
     for text in named:
         assert text in str(caught.value)
 
 
 @ENGINES
-def test_long_deadlock_is_cut_short(replay: Replay) -> None:
+def test_long_deadlock_is_cut_short(run: Run) -> None:
     tasks = [task(f"t{i}") for i in range(50)]
-    tasks[0] = task("t0", after=(49,))
     with pytest.raises(ProgramError, match="50 tasks in all") as caught:
-        replay(program(segment(*tasks)), [np.ones(50)])
-    assert len(str(caught.value)) < 800
-
-
-@ENGINES
-@pytest.mark.parametrize(
-    ("one", "times", "message"),
-    [
-        (segment(task("a", after=(1,))), [1.0], "task 0 'a' of segment 'segment' waits for task 1"),
-        (segment(task("a", after=(-1,))), [1.0], "waits for task -1"),
-        (segment(task("a"), count=0), [1.0], "count 0"),
-        (segment(task("a")), [1.0, 2.0], "1 tasks and times of shape"),
-        (segment(task("a")), [float("nan")], "takes nan s"),
-        (segment(task("a")), [-1.0], "takes -1.0 s"),
-        (segment(task("a")), [float("inf")], "takes inf s"),
-    ],
-)
-def test_bad_programs(replay: Replay, one: Segment, times: list[float], message: str) -> None:
-    with pytest.raises(ProgramError, match=message):
-        replay(program(one), [np.array(times)])
-
-
-@ENGINES
-def test_wrong_number_of_time_arrays(replay: Replay) -> None:
-    with pytest.raises(ProgramError, match="0 arrays of task times for 1 segments"):
-        replay(program(segment(task("a"))), [])
-
-
-@ENGINES
-def test_empty_programs_take_no_time(replay: Replay) -> None:
-    assert replay(program(), []).step_time_s == 0.0
-    timeline = replay(program(segment(count=4)), [np.zeros(0)])
-    assert timeline.step_time_s == 0.0
-    assert timeline.peak_memory_bytes == 0
-
-
-def test_engines_agree_on_a_real_profile() -> None:
-    hardware = load_profile("dgx-a100")
-    tasks = (
-        task("forward", dtype="bfloat16", flops=1e12, bytes_moved=1e8),
-        communication("reduce", after=(0,), payload_bytes=1e8),
-        task("backward", dtype="bfloat16", flops=2e12, bytes_moved=2e8),
-    )
-    given_program = program(segment(*tasks, count=2))
-    reference = engine.simulate(given_program, hardware)
-    assert_equal(reference, fast_engine.simulate(given_program, hardware))
-    assert reference.overlaps_communication is hardware.overlaps_communication
-    assert 0.005 < reference.step_time_s < 0.1
+        run(table_of(tasks, np.ones(50), [(49,), *[()] * 49]))
+    assert len(str(caught.value)) < 1600

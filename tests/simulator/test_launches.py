@@ -15,7 +15,7 @@ from simulator.profiles import load_profile
 from simulator.program import Collective, Kernel, Task
 from simulator.timing import task_times
 from simulator.topology import group_shape
-from tests.simulator.programs import communication, program, segment, task
+from tests.simulator.programs import AXES, DEVICES, communication, task
 
 HARDWARE = load_profile("dgx-a100")
 EACH = 40e-6
@@ -47,9 +47,9 @@ def test_the_host_runs_ahead_while_messages_of_the_pass_travel() -> None:
 
 def test_a_profile_that_states_no_launches_counts_none() -> None:
     tasks = [launched(0), launched(0)]
-    alone = task_times(program(segment(*tasks)), hosted(0.0))[0]
+    alone = task_times(tasks, AXES, hosted(0.0), DEVICES)
     assert alone.sum() < 2 * EACH
-    assert task_times(program(segment(*tasks)), hosted(EACH))[0].sum() == pytest.approx(2 * EACH)
+    assert task_times(tasks, AXES, hosted(EACH), DEVICES).sum() == pytest.approx(2 * EACH)
 
 
 @given(

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.errors import InputError
-from simulator.fast_engine import simulate
 from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.pipeline_passes import simulate_operators
 from simulator.profiles import load_profile
 from simulator.schedules import ActionKind, make_schedule
 from simulator.stragglers import compute_factors, slow_level, slow_links, slow_ranks, slow_stages
 from simulator.task_table import StreamKind, TaskTable
-from tests.simulator.programs import communication, program, segment
+from simulator.timing import task_times
+from tests.simulator.programs import AXES, DEVICES, communication
 
 HARDWARE = load_profile("dgx-a100")
 
@@ -68,9 +68,9 @@ def test_engines_run_straggling_tables(run) -> None:
 
 
 def test_a_slow_link_slows_what_crosses_it() -> None:
-    subject = program(segment(communication("inside", axis="tensor", payload_bytes=1e9)))
+    message = communication("inside", axis="tensor", payload_bytes=1e9)
     times = [
-        simulate(subject, hardware).step_time_s
+        task_times([message], AXES, hardware, DEVICES)[0]
         for hardware in (HARDWARE, slow_level(HARDWARE, "NVSwitch", 0.5), slow_level(HARDWARE, "InfiniBand", 0.5))
     ]
     assert 1.8 * times[0] < times[1] < 2.0 * times[0]

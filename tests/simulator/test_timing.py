@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from simulator.collectives import collective_time
 from simulator.errors import ProgramError
+from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
 from simulator.profiles import load_profile
-from simulator.program import CONVOLUTIONS, Collective, Kernel, Program, ProgramAxis, Task
+from simulator.program import CONVOLUTIONS, Collective, Kernel, ProgramAxis, Task
+from simulator.task_table import FloatArray
 from simulator.timing import task_times
 from simulator.topology import group_shape
-from tests.simulator.programs import communication, program, segment, task
+from tests.simulator.programs import AXES, DEVICES, communication, task
 
 HARDWARE = dataclasses.replace(load_profile("dgx-a100"), slowdown_table=((1, 1.0), (4, 2.5)), training={})
 
@@ -35,20 +38,24 @@ def many_tasks() -> list[Task]:
     return tasks
 
 
-def alone(found: Program, one: Task) -> float:
+def times_of(
+    tasks: Sequence[Task], hardware: Hardware = HARDWARE, axes: Sequence[ProgramAxis] = AXES, devices: int = DEVICES
+) -> FloatArray:
+    return task_times(tasks, axes, hardware, devices)
+
+
+def alone(one: Task) -> float:
     if one.collective is None:
         return 2.5 * kernel_time(HARDWARE, one.kernel, one.dtype, one.flops, one.bytes_moved)
-    axis = next(a for a in found.axes if a.name == one.axis)
+    axis = next(a for a in AXES if a.name == one.axis)
     return collective_time(HARDWARE, one.collective, one.payload_bytes, group_shape(HARDWARE, axis.size, axis.stride))
 
 
 def test_tasks_take_the_time_each_takes_alone() -> None:
     tasks = many_tasks()
-    found = program(segment(*tasks[:25], name="one"), segment(*tasks[25:], name="two"))
-    times = task_times(found, HARDWARE)
-    assert [t.shape for t in times] == [(25,), (35,)]
-    np.testing.assert_allclose(np.concatenate(times), [alone(found, one) for one in tasks], rtol=1e-12)
-    assert (np.concatenate(times) >= 0).all()
+    times = times_of(tasks)
+    np.testing.assert_allclose(times, [alone(one) for one in tasks], rtol=1e-12)
+    assert (times >= 0).all()
 
 
 def test_corrections_of_whole_steps_multiply_what_they_name() -> None:
@@ -58,18 +65,16 @@ def test_corrections_of_whole_steps_multiply_what_they_name() -> None:
     kernels = [task(kernel.value, kernel=kernel, dtype="bfloat16", flops=1e12, bytes_moved=1e9) for kernel in Kernel]
     kernels.append(task("product", dtype="bfloat16", shape=(1.0, 4096.0, 4096.0, 4096.0)))
     kernels.append(task("eight bits", dtype="float8_e4m3fn", flops=1e12))
-    found = program(segment(*kernels, communication("c")))
-    with_them, without = task_times(found, corrected)[0], task_times(found, plain)[0]
+    tasks = [*kernels, communication("c")]
+    with_them, without = times_of(tasks, corrected), times_of(tasks, plain)
     others = {"matmul": 1.25, "attention": 1.5, "optimizer": 1.0, "view": 1.0}
     others |= {"accumulation": 1.0, **dict.fromkeys(CONVOLUTIONS, 1.0)}
     factors = [others.get(kernel.value, 0.75) for kernel in Kernel]
     np.testing.assert_allclose(with_them, without * [*factors, 1.25, 4.0, 2.0], rtol=1e-12)
-    wide = dataclasses.replace(
-        found, axes=(ProgramAxis(name="data", size=2, stride=8), ProgramAxis(name="tensor", size=8, stride=1))
-    )
+    wide = (ProgramAxis(name="data", size=2, stride=8), ProgramAxis(name="tensor", size=8, stride=1))
     outside = dataclasses.replace(corrected, training={"outside": 3.0})
-    expected = 3.0 * task_times(wide, plain)[0][-1]
-    assert task_times(wide, outside)[0][-1] == pytest.approx(expected)
+    expected = 3.0 * times_of(tasks, plain, wide)[-1]
+    assert times_of(tasks, outside, wide)[-1] == pytest.approx(expected)
 
 
 def test_corrections_of_plans_stand_in_for_those_of_the_device() -> None:
@@ -77,17 +82,17 @@ def test_corrections_of_plans_stand_in_for_those_of_the_device() -> None:
     planned = {"planned_matmul": 1.5, "planned_optimizer": 1.2, "planned_convolution": 0.5, "planned_inside": 3.0}
     plain = dataclasses.replace(load_profile("dgx-h100"), training={})
     kernels = [task(kernel.value, kernel=kernel, dtype="bfloat16", flops=1e12, bytes_moved=1e9) for kernel in Kernel]
-    found = program(segment(*kernels, task("eight bits", dtype="float8_e4m3fn", flops=1e12), communication("c")))
-    with_them = task_times(found, dataclasses.replace(plain, training={**device, **planned}))[0]
+    tasks = [*kernels, task("eight bits", dtype="float8_e4m3fn", flops=1e12), communication("c")]
+    with_them = times_of(tasks, dataclasses.replace(plain, training={**device, **planned}))
     named = {"matmul": 1.5, "attention": 1.5, **dict.fromkeys(CONVOLUTIONS, 0.5), "optimizer": 1.2}
     factors = [named.get(kernel.value, 1.0) for kernel in Kernel]
-    np.testing.assert_allclose(with_them, task_times(found, plain)[0] * [*factors, 3.0, 3.0], rtol=1e-12)
+    np.testing.assert_allclose(with_them, times_of(tasks, plain) * [*factors, 3.0, 3.0], rtol=1e-12)
 
 
 def test_computation_slows_down_with_processes_and_messages_do_not() -> None:
-    found = program(segment(task("k", flops=1e9), communication("c")))
-    slow = task_times(found, HARDWARE)[0]
-    fast = task_times(found, dataclasses.replace(HARDWARE, slowdown_table=((1, 1.0),)))[0]
+    tasks = [task("k", flops=1e9), communication("c")]
+    slow = times_of(tasks)
+    fast = times_of(tasks, dataclasses.replace(HARDWARE, slowdown_table=((1, 1.0),)))
     assert slow[0] == pytest.approx(2.5 * fast[0])
     assert slow[1] == fast[1]
 
@@ -95,17 +100,16 @@ def test_computation_slows_down_with_processes_and_messages_do_not() -> None:
 def test_packing_takes_the_time_of_copies_where_messages_were_timed_without_it() -> None:
     sent = communication("gather", "data", collective=Collective.ALL_GATHER, payload_bytes=1e8)
     packed = dataclasses.replace(sent, copied_bytes=2e8)
-    found = program(segment(sent, packed, name="one"))
-    assert len(set(task_times(found, HARDWARE)[0])) == 1
-    plain, copied = task_times(found, dataclasses.replace(HARDWARE, copies_apart=True))[0]
-    copy_s = alone(found, task("copy", kernel=Kernel.COPY, bytes_moved=2e8))
-    assert (plain, copied) == pytest.approx((alone(found, sent), alone(found, sent) + copy_s), rel=1e-12)
+    assert len(set(times_of([sent, packed]))) == 1
+    plain, copied = times_of([sent, packed], dataclasses.replace(HARDWARE, copies_apart=True))
+    copy_s = alone(task("copy", kernel=Kernel.COPY, bytes_moved=2e8))
+    assert (plain, copied) == pytest.approx((alone(sent), alone(sent) + copy_s), rel=1e-12)
 
 
 def test_unknown_axis_is_an_error() -> None:
     with pytest.raises(ProgramError, match=r"task 'c' communicates on axis 'pipeline'; .*\['data', 'tensor'\]"):
-        task_times(program(segment(communication("c", "pipeline"))), HARDWARE)
+        times_of([communication("c", "pipeline")])
 
 
-def test_empty_segments_have_no_times() -> None:
-    assert [t.size for t in task_times(program(segment(), segment()), HARDWARE)] == [0, 0]
+def test_no_tasks_have_no_times() -> None:
+    assert times_of([]).size == 0

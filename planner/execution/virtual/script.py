@@ -19,9 +19,9 @@ from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.plans.plan import Plan
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import PLAIN, action_variants
-from simulator.program import Collective, Program, ProgramAxis, Segment, Task
+from simulator.program import Collective, ProgramAxis, Task
 from simulator.schedules import ActionKind
-from simulator.timing import program_times
+from simulator.timing import task_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,20 +128,15 @@ def predicted_times(plan: Plan, lowered: LoweredStages, tasks: Sequence[Task], h
     hardware, computing = _as_simulated(plan, hardware)
     mesh = lowered.mesh
     axes = [ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)]
-    program = Program(
-        name=plan.network,
-        devices=plan.devices,
-        axes=(*axes, *tie_axes(lowered)),
-        segments=(Segment(name="all", tasks=tuple(t for t in tasks if t.collective is None or t.axis)),),
-    )
-    found = iter(program_times(program, hardware, computing)[0].tolist())
+    timed = [task for task in tasks if task.collective is None or task.axis]
+    found = iter(task_times(timed, (*axes, *tie_axes(lowered)), hardware, computing).tolist())
     return [next(found) if task.collective is None or task.axis else 0.0 for task in tasks]
 
 
-def _as_simulated(plan: Plan, hardware: Hardware) -> tuple[Hardware, float | None]:
+def _as_simulated(plan: Plan, hardware: Hardware) -> tuple[Hardware, float]:
     """The hardware and the number of computing ranks with which the simulation of the plan times its kernels."""
     if hardware.caches is None and len(hardware.slowdown_table) == 1:
-        return hardware, None
+        return hardware, plan.devices
     found = lower_pipeline(plan, checked_graph(plan), hardware)
     return found.hardware, found.computing
 
