@@ -116,14 +116,17 @@ def with_config(given: PlanSettings, path: Path) -> Configuration:
         As `read_config`; or degrees of a file in MindFormers' style contradict the devices or the network.
     """
     from planner.exchange.mindspore.mindformers import is_mindformers, translate
+    from planner.networks.mindformers_config import transformers_config
 
     data = _mapping(path)
     if not is_mindformers(data):
         return Configuration(settings=merged(given, _settings(path, data)))
     with _naming(path):
         translated = translate(data)
-        file = _settings(path, {**translated.options, "pin": translated.pins})
-        settings = merged(given, _with_modes(file, translated))
+        options = {**translated.options, "pin": {**translated.options.get("pin", {}), **translated.pins}}
+        settings = merged(given, _with_modes(_settings(path, options), translated))
+        if settings.network is None and transformers_config(data):
+            settings = settings.model_copy(update={"network": f"hf:{path}"})
         settings, marks, notes = _checked(settings, translated)
         exchange = translated.exchange
     told = (*translated.notes, *notes)

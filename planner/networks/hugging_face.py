@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from planner.networks.adapters import CONFIG as ADAPTER_CONFIG
 from planner.networks.adapters import Adapters, read_adapters
 from planner.networks.decoder.known import hugging_face_decoder
+from planner.networks.mindformers_config import transformers_config
 from planner.networks.network import CAPTURED_BLOCKS, Network
 from planner.networks.zoo.table import EXPERTS_NOTE, language_inputs
 from simulator.errors import InputError, MeshwrightError, NetworkError
@@ -209,6 +210,13 @@ def _files(place: Path) -> tuple[Path, Path | None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The keys of a ``config.json``, or what a YAML file of MindFormers states of a network."""
+    if path.suffix in (".yaml", ".yml"):
+        document = CONFIG_FILE.yaml(CONFIG_FILE.read(path), path, strict=False)
+        found = transformers_config(document) if isinstance(document, dict) else {}
+        if not found:
+            raise NetworkError(f"{path} states no sizes under model.model_config; name the network, such as hf:FOLDER")
+        return found
     value = CONFIG_FILE.json(CONFIG_FILE.read(path), path, constants=True)
     if not isinstance(value, dict):
         raise NetworkError(f"{path} holds a {type(value).__name__}; a config is a JSON object")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 KEPT, SELECTIVE, WHOLE = "none", "selective", "full"
 EVERYTHING = ""
 """In place of a pattern: all that is cheap in ``select_recompute``."""
+FOREIGN = re.compile(r"(feed_forward|attention|attention_norm|ffn_norm|\.\*)\b.*\.(norm|mul|silu|reshape|cast|add)")
+"""Parts of a layer of MindFormers' own decoders, once backslashes are out: they stand for all that is cheap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,11 @@ class Layer:
         if choice.pattern == EVERYTHING:
             return self.selective
         pattern = re.compile(choice.pattern)
-        found = frozenset(i for i, names in self.names.items() if any(pattern.fullmatch(name) for name in names))
+        found: frozenset[int] = frozenset(
+            i for i, names in self.names.items() if any(pattern.fullmatch(name) for name in names)
+        )
+        if not found and is_foreign(choice.pattern):
+            return self.selective
         if not found:
             raise ContextError(
                 f"{choice.key} has pattern {choice.pattern!r}, which names nothing in a layer of {self.network}; "
@@ -94,6 +100,15 @@ class Layer:
         """Operators for a message."""
         found = [*dict.fromkeys(self.names[i][0] for i in sorted(nodes))]
         return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
+
+
+def is_foreign(pattern: str) -> bool:
+    r"""Whether a pattern names a part of MindFormers' own decoders.
+
+    >>> is_foreign(r"feed_forward\.w1\.activation\.silu"), is_foreign(r".*\.norm"), is_foreign("gelu")
+    (True, True, False)
+    """
+    return FOREIGN.fullmatch(pattern.replace("\\", "")) is not None
 
 
 def _names(module: str, operator: str) -> tuple[str, ...]:

@@ -8,7 +8,16 @@ from itertools import chain as joined
 from typing import TYPE_CHECKING, Any
 
 from planner.exchange.mindspore.layer_counts import LayerCounts, read_counts, read_rows, shown
-from planner.exchange.mindspore.layer_modes import KEPT, SELECTIVE, WHOLE, Choice, Layer, layer_mode, read_choices
+from planner.exchange.mindspore.layer_modes import (
+    KEPT,
+    SELECTIVE,
+    WHOLE,
+    Choice,
+    Layer,
+    is_foreign,
+    layer_mode,
+    read_choices,
+)
 from planner.exchange.mindspore.swapping import SwapRule, read_swaps, swapped_layers
 from planner.networks.marks import Marks
 from simulator.checks import integer
@@ -49,6 +58,16 @@ class LayerSettings:
         return bool(self.offset or self.recomputes or self.swaps or self.groups)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What is followed only nearly."""
+        foreign = [choice.pattern for choice in self.select if is_foreign(choice.pattern)]
+        if not foreign:
+            return ()
+        return (
+            f"select_recompute of {', '.join(foreign)}: networks without such modules compute again all that is cheap",
+        )
+
+    @property
     def recomputes(self) -> bool:
         """Whether it is said layer by layer what computes again."""
         return self.recompute is not None or bool(self.select or self.exclude)
@@ -66,6 +85,7 @@ class LayerSettings:
         UnsupportedError
             A layer is to compute again in a part that is none of the known ones.
         """
+        from planner.exchange.pinned import layer_names
         from planner.graph.unfolding import run_start
 
         run = max(graph.runs, key=lambda run: run.count, default=None)
@@ -73,11 +93,13 @@ class LayerSettings:
             if not self.offset and not self.recomputes and not self.swaps:
                 return Marks()  # groups of layers say nothing of a network without any
             raise ContextError(f"{graph.network} has no row of equal layers, which {self._said()} speaks of")
+        # Layers in front that are unlike the others, such as dense ones before experts, count as well.
         start = run_start(graph, run)
-        names = [f"{run.prefix}.{start + layer}" for layer in range(run.count)]
+        names = max(layer_names(graph), [f"{run.prefix}.{start + n}" for n in range(run.count)], key=len)
+        count = len(names)
         marked: dict[str, Any] = {}
         apart = bool(self.offset) or (self._counts_layers() and stages > 1)
-        chunks = self.layers_of_chunks(run.count, stages, virtual) if apart else [run.count]
+        chunks = self.layers_of_chunks(count, stages, virtual) if apart else [count]
         if len(chunks) > 1:
             numbers = joined.from_iterable([number] * size for number, size in enumerate(chunks))
             marked |= {"stages": dict(zip(names, numbers, strict=True)), "virtual": virtual}
@@ -87,10 +109,10 @@ class LayerSettings:
             marked["recompute"] = {name: _MARKS[mode] for name, mode in zip(names, modes, strict=True)}
             marked["messages"] = dict(zip(names, sent, strict=True))
         if self.swaps:
-            away = swapped_layers(self.swaps, Layer.of(graph, run), run.count)
+            away = swapped_layers(self.swaps, Layer.of(graph, run), count)
             marked["offload"] = {names[number]: swap for number, swap in away.items()}
         if self.groups is not None:
-            size = max((run.count + 1) // self.groups, 1)
+            size = max((count + 1) // self.groups, 1)
             marked["fusion"] = {name: layer // size + 1 for layer, name in enumerate(names)}
         return Marks(**marked)
 

@@ -21,15 +21,25 @@ from planner.exchange.mindspore.mindformers_keys import (
     MODES,
     OPTIONS,
     RECOMPUTE_KEYS,
+    SCHEDULERS,
     SECTIONS,
+    SPLITTING,
 )
 from planner.exchange.mindspore.requests import pins_of, searched_mode
+from planner.networks.mindformers_config import transformers_config
 from planner.plans.exchange import Exchange
 from planner.plans.request import COPIES
 from simulator.checks import Check, boolean, choice, integer, unknown
 from simulator.errors import ContextError, UnsupportedError
 
-OTHER_CONFIG = ("use_seq_parallel", "vocab_emb_dp", "context_parallel_algo", "gradient_aggregation_group")
+OTHER_CONFIG = (
+    "optimizer_shard",
+    "seq_split_num",
+    "use_seq_parallel",
+    "vocab_emb_dp",
+    "context_parallel_algo",
+    "gradient_aggregation_group",
+)
 ALGORITHMS: Mapping[str, str] = {"colossalai_cp": "ring", "ulysses_cp": "all_to_all"}
 
 
@@ -112,7 +122,8 @@ def translate(document: Mapping[Any, Any]) -> Translated:
             raise ContextError(f"there is {unknown(str(name), (*MARKS, *OPTIONS, *SECTIONS))}")
     options = {name: value for name, value in document.items() if name in OPTIONS and not isinstance(value, dict)}
     model, parallel = _model(document.get("model")), boolean("use_parallel", document.get("use_parallel", True))
-    read = {*options, *(["model"] if parallel and MODEL_KEYS & model.keys() else [])}
+    sized = parallel and bool(MODEL_KEYS & model.keys() or transformers_config(document))
+    read = {*options, *(["model"] if sized else [])}
     not_read = [name for name in document if name in SECTIONS and name not in read]
     notes = [f"not read, for they say nothing of the plan: {', '.join(not_read)}"] if not_read else []
     if not parallel:
@@ -123,30 +134,138 @@ def translate(document: Mapping[Any, Any]) -> Translated:
         ]
         notes += [f"use_parallel is False: {', '.join(said)} are not read"] if said else []
         context = AutoParallelContext(parallel_mode="stand_alone")
-        pins = _recompute(document, {})
+        pins = _recompute(document, {}, notes)
         layers = layer_settings({}, _section(document, "recompute_config"), {}, _section(document, "swap_config"))
         return Translated(options=options, context=context, pins=pins, layers=layers, notes=tuple(notes))
+    config, recompute = _section(document, "parallel_config"), _section(document, "recompute_config")
+    section, more = _one_spelling(_section(document, "parallel"), config)
+    notes += more
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        context = _context(_section(document, "parallel"))
+        context = _context(section)
     notes += [str(warning.message) for warning in found]
-    config = _section(document, "parallel_config")
     configured = context.get("parallel_mode") == "semi_auto_parallel"
     pins, more = _degrees(config, configured)
+    notes += more
     pins = _joined(pins, pins_of(context))
     interleave: Check = integer(1)
     number = model.get("pp_interleave_num")
-    if (chunks := interleave("model.model_config.pp_interleave_num", 1 if number is None else number)) > 1:
+    chunks = interleave("model.model_config.pp_interleave_num", 1 if number is None else number)
+    if chunks > 1 and pins.get("pp") != "1":
         pins["vpp"] = str(chunks)
+    scheduled, more = _scheduled(section.get("pipeline_config"), config, pins)
+    notes += more
+    pins = _recompute(document, {**pins, **scheduled}, notes)
+    if configured:
+        pins = _with_effect(pins, notes)
+    layers = layer_settings(config, recompute, model, _section(document, "swap_config"))
     return Translated(
-        options=options,
+        options={**_stated(document, pins), **options},
         context=context,
-        pins={**_recompute(document, pins), **_copies(document)},
+        pins={**pins, **_copies(document)},
         configured=configured,
         vocabulary_cut=not config["vocab_emb_dp"] if "vocab_emb_dp" in config else None,
-        layers=layer_settings(config, _section(document, "recompute_config"), model, _section(document, "swap_config")),
-        notes=(*notes, *more),
+        layers=layers,
+        notes=(*notes, *layers.notes),
     )
+
+
+def _one_spelling(parallel: dict[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The section ``parallel`` with older and newer keys as those that they mean, without what has no effect."""
+    notes: list[str] = []
+    if config.get("optimizer_shard") is not None:
+        shard = boolean("parallel_config.optimizer_shard", config["optimizer_shard"])
+        if parallel.setdefault("enable_parallel_optimizer", shard) != shard:
+            notes.append(f"parallel_config.optimizer_shard={shard} is not read: parallel.enable_parallel_optimizer is")
+    if parallel.get("enable_parallel_optimizer") is False and parallel.get("parallel_optimizer_config"):
+        del parallel["parallel_optimizer_config"]
+        notes.append("parallel.parallel_optimizer_config has no effect: enable_parallel_optimizer is False")
+    files = parallel.pop("strategy_ckpt_config", None)
+    if files is not None:
+        known = {"save_file": "strategy_ckpt_save_file", "load_file": "strategy_ckpt_load_file"}
+        for name, value in _section({"parallel.strategy_ckpt_config": files}, "parallel.strategy_ckpt_config").items():
+            if name in known:
+                parallel.setdefault(known[name], value)
+            elif name != "only_trainable_params":
+                raise ContextError(
+                    f"parallel.strategy_ckpt_config has {unknown(name, (*known, 'only_trainable_params'))}"
+                )
+    rows = parallel.get("dataset_strategy")
+    ranks = config.get("data_parallel", 1)
+    if isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows):
+        usual = all(row[0] in (1, ranks) and all(number == 1 for number in row[1:]) for row in rows)
+        if usual and len({row[0] for row in rows}) == 1 and len({len(row) for row in rows}) + len(rows) > 3:
+            del parallel["dataset_strategy"]
+            notes.append(
+                f"parallel.dataset_strategy cuts each of {len(rows)} columns along the batch, as the plan does"
+            )
+    return parallel, notes
+
+
+def _scheduled(section: Any, config: Mapping[str, Any], pins: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Pins of the pipeline's schedule, and what of it no plan follows."""
+    found: dict[str, str] = {}
+    notes: list[str] = []
+    split = integer(1)("parallel_config.seq_split_num", config.get("seq_split_num", 1))
+    if section is not None:
+        key = "parallel.pipeline_config"
+        said = _section({key: section}, key)
+        for name in said:
+            if name not in ("pipeline_interleave", "pipeline_scheduler"):
+                raise ContextError(f"{key} has {unknown(name, ('pipeline_interleave', 'pipeline_scheduler'))}")
+        boolean(f"{key}.pipeline_interleave", said.get("pipeline_interleave", False))
+        name = choice(*SCHEDULERS, *SPLITTING)(f"{key}.pipeline_scheduler", said.get("pipeline_scheduler", "1f1b"))
+        schedule = SCHEDULERS.get(name, "1f1b")
+        if schedule == "1f1b" and pins.get("vpp", "1") != "1":
+            schedule = "interleaved_1f1b"
+        if pins.get("pp", "1") != "1":
+            found["schedule"] = schedule
+            notes += [f"{key}.pipeline_scheduler={name} is planned as {schedule}"] if name in SPLITTING else []
+    if split > 1:
+        notes.append(f"parallel_config.seq_split_num={split} is not followed: stages pass on whole sequences")
+    return found, notes
+
+
+def _with_effect(pins: dict[str, str], notes: list[str]) -> dict[str, str]:
+    """Pins of degrees that are all given, without those that have no effect at them, which become notes."""
+    degree = {name: int(pins.get(name, "1")) for name in ("dp", "tp", "ep")}
+    if degree["tp"] == 1 and pins.get("sequence_parallel") == "true":
+        pins = {name: text for name, text in pins.items() if name != "sequence_parallel"}
+        notes.append("parallel_config.use_seq_parallel has no effect: model_parallel is 1")
+    if degree["ep"] > degree["dp"] and degree["tp"] > 1 and degree["ep"] % degree["tp"] == 0:
+        # Experts are dealt out over data-parallel and model-parallel ranks together.
+        degree["ep"] //= degree["tp"]
+        pins = {**pins, "ep": str(degree["ep"]), "expert_cut": "whole"}
+    replicas = degree["dp"] // degree["ep"] if degree["dp"] % degree["ep"] == 0 else degree["dp"]
+    of_states = ("optimizer_sharding", "sharding_threshold_kb", "shard_size")
+    if replicas == 1 and pins.get("optimizer_sharding", "none") != "none":
+        pins = {name: text for name, text in pins.items() if name not in of_states}
+        notes.append("parallel.enable_parallel_optimizer has no effect: parameters have one replica")
+    elif int(pins.get("shard_size", "0")) > replicas:
+        notes.append(f"optimizer_weight_shard_size={pins['shard_size']} is read as the {replicas} replicas there are")
+        pins = {name: text for name, text in pins.items() if name != "shard_size"}
+    return pins
+
+
+_PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def _stated(document: Mapping[Any, Any], pins: Mapping[str, str]) -> dict[str, Any]:
+    """Options of ``plan`` that a whole training file states: length of samples, precision and samples of a step."""
+    model, found = _model(document.get("model")), {}
+    if isinstance(model.get("seq_length"), int):
+        found["seq_len"] = model["seq_length"]
+    if model.get("compute_dtype") in _PRECISIONS:
+        found["precision"] = _PRECISIONS[model["compute_dtype"]]
+    runner = document.get("runner_config")
+    size = runner.get("batch_size") if isinstance(runner, dict) else None
+    if isinstance(size, int) and "dp" in pins:
+        copies = document.get("micro_batch_interleave_num", 1)
+        again = runner.get("gradient_accumulation_steps", 1) if pins.get("pp") == "1" else pins.get("micro_batches", 1)
+        if all(isinstance(number, int) or str(number).isdigit() for number in (copies, again)):
+            found["global_batch"] = size * int(pins["dp"]) * int(copies) * int(again)
+            found["pin"] = {"micro_batch": size * int(copies)} if pins.get("pp") == "1" else {}
+    return found
 
 
 def _section(document: Mapping[Any, Any], name: str) -> dict[str, Any]:
@@ -167,6 +286,8 @@ def _context(section: Mapping[str, Any]) -> AutoParallelContext:
             keys[name] = _mode(value)
         elif name in KEYS:
             keys[name] = _tuples(value) if name == "dataset_strategy" else value
+        elif name == "pipeline_config":
+            pass  # a schedule: see `_scheduled`
         elif name in LATER_PARALLEL:
             _refuse(f"parallel.{name}", value, LATER_PARALLEL[name])
         else:
@@ -207,8 +328,8 @@ def _degrees(config: Mapping[str, Any], configured: bool) -> tuple[dict[str, str
                 raise UnsupportedError(f"{key}={value!r} is not supported yet; use {' or '.join(ALGORITHMS)}")
             if config.get("context_parallel", 1) != 1:
                 pins["context_algorithm"] = ALGORITHMS[algorithm]
-        elif name == "gradient_aggregation_group":
-            pass  # a setting of layers: see `layer_settings`
+        elif name in ("gradient_aggregation_group", "optimizer_shard", "seq_split_num"):
+            pass  # see `layer_settings`, `_one_spelling` and `_scheduled`
         elif name in LATER_CONFIG:
             _refuse(key, value, LATER_CONFIG[name])
         else:
@@ -220,8 +341,11 @@ def _degrees(config: Mapping[str, Any], configured: bool) -> tuple[dict[str, str
     return pins, notes
 
 
-def _recompute(document: Mapping[Any, Any], pins: dict[str, str]) -> dict[str, str]:
-    """Pins, with those of ``recompute_config``; what it says of single layers is for `layer_settings`."""
+def _recompute(document: Mapping[Any, Any], pins: dict[str, str], notes: list[str]) -> dict[str, str]:
+    """Pins, with those of ``recompute_config``; what it says of single layers is for `layer_settings`.
+
+    What has no effect is added to `notes`.
+    """
     section = _section(document, "recompute_config")
     for name, value in section.items():
         if name in LATER_RECOMPUTE:
@@ -241,7 +365,7 @@ def _recompute(document: Mapping[Any, Any], pins: dict[str, str]) -> dict[str, s
             "nothing else computes again: messages are sent again where a layer computes again; set recompute or "
             "select_recompute as well, or leave it out"
         )
-    found = {**pins, **_sliced(section, pins, again), **_gathered_again(section, pins)}
+    found = {**pins, **_sliced(section, pins, again, notes), **_gathered_again(section, pins, notes)}
     key = "recompute_config.mp_comm_recompute"
     sent = boolean(key, True if section.get("mp_comm_recompute") is None else section["mp_comm_recompute"])
     if said_by_layer(section) or (whole is None and part is None):
@@ -252,27 +376,31 @@ def _recompute(document: Mapping[Any, Any], pins: dict[str, str]) -> dict[str, s
     return found
 
 
-def _sliced(section: Mapping[str, Any], pins: Mapping[str, str], again: bool) -> dict[str, str]:
+def _sliced(section: Mapping[str, Any], pins: Mapping[str, str], again: bool, notes: list[str]) -> dict[str, str]:
     """What layers that compute again keep is cut over model-parallel ranks where sequences are."""
     key = "recompute_config.recompute_slice_activation"
     if not boolean(key, section.get("recompute_slice_activation") or False):
         return {}
     if not again:
-        raise ContextError(f"{key}=True, and nothing computes again; set recompute=True, or leave it out")
-    if pins.get("sequence_parallel") == "false":
-        raise ContextError(
-            f"{key}=True and parallel_config.use_seq_parallel=False contradict each other: what layers keep is cut "
-            "over model-parallel ranks along the sequence; set use_seq_parallel=True, or leave one of them out"
-        )
-    return {"sequence_parallel": "true"} if pins.get("tp") != "1" else {}
+        notes.append(f"{key} has no effect: nothing computes again")
+    elif pins.get("tp") == "1":
+        notes.append(f"{key} has no effect: model_parallel is 1")
+    elif pins.get("sequence_parallel") == "false":
+        notes.append(f"{key} is not followed: use_seq_parallel is False, and ranks of the plan keep the whole of it")
+    else:
+        return {"sequence_parallel": "true"}
+    return {}
 
 
-def _gathered_again(section: Mapping[str, Any], pins: Mapping[str, str]) -> dict[str, str]:
+def _gathered_again(section: Mapping[str, Any], pins: Mapping[str, str], notes: list[str]) -> dict[str, str]:
     """Whether sharded parameters are gathered once more for the backward pass: so they are with zero3, and only so."""
     key = "recompute_config.parallel_optimizer_comm_recompute"
     if not boolean(key, section.get("parallel_optimizer_comm_recompute") or False):
         return {}
     level = pins.get("optimizer_sharding", "zero3")
+    if level == "none":
+        notes.append(f"{key} has no effect: the parallel optimizer is off")
+        return {}
     if level != "zero3":
         raise UnsupportedError(
             f"{key}=True is not supported yet with optimizer_sharding={level}: parameters are gathered again for the "

@@ -26,11 +26,17 @@ SECTIONS = (
     *("eval_epoch_interval", "optimizer", "lr_schedule", "callbacks", "eval_callbacks", "context", "processor"),
     *("metric", "moe_config", "auto_tune", "filepath_prefix", "autotune_per_step", "profile", "profile_start_step"),
     *("profile_stop_step", "init_start_profile", "profile_communication", "profile_memory", "remote_save_url"),
-    *("layer_scale", "layer_decay", "lr_scale", "lr_scale_factor"),
+    *("layer_scale", "layer_decay", "lr_scale", "lr_scale_factor", "use_legacy", "pretrained_model_dir"),
+    *("ignore_data_skip", "print_separate_loss", "profiler_level", "train_precision_sync", "transform_process_num"),
+    *("monitor_config", "grouped_lr_schedule"),
 )
 """Sections of such a file that say nothing of the plan."""
 MODEL_KEYS = frozenset({"offset", "pp_interleave_num"})
 """Keys of ``model.model_config`` that do."""
+SCHEDULERS: Mapping[str, str] = {"1f1b": "1f1b", "gpipe": "gpipe", "zero_bubble_v": "zbv"}
+"""Values of ``parallel.pipeline_config.pipeline_scheduler`` with their schedules."""
+SPLITTING = ("seqpipe", "seqvpp", "seqsmartvpp")
+"""Those that split sequences as well, which no plan does."""
 MODES: Mapping[int, str] = {
     0: "data_parallel",
     1: "semi_auto_parallel",
@@ -47,10 +53,8 @@ DEGREES: Mapping[str, str] = {
 }
 """Keys of ``parallel_config`` that are numbers, with the pins they stand for."""
 LATER_CONFIG: Mapping[str, Any] = {
-    "seq_split_num": 1,
     "ulysses_degree_in_cp": 1,
     "mem_coeff": 0.1,
-    "optimizer_shard": None,
 }
 """Keys of ``parallel_config`` that nothing follows yet, with their defaults."""
 RECOMPUTE_KEYS = (
@@ -60,13 +64,11 @@ RECOMPUTE_KEYS = (
 LATER_RECOMPUTE: Mapping[str, Any] = {"select_comm_recompute_exclude": False}
 LATER_PARALLEL: Mapping[str, Any] = {
     "sharding_propagation": False,
-    "strategy_ckpt_config": None,
     "optimizer_weight_shard_size": -1,
     "optimizer_weight_shard_aggregated_save": False,
     "force_fp32_communication": False,
     "communi_parallel_mode": "all_group_parallel",
     "pipeline_segments": 1,
-    "pipeline_config": None,
     "pipeline_result_broadcast": False,
     "auto_pipeline": False,
     "group_ckpt_save_file": "",

@@ -8,7 +8,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from planner.sharding.cuts import OperatorCuts
-from simulator.errors import ContextError, UnsupportedError
+from simulator.errors import ContextError
 from simulator.program import Phase
 
 if TYPE_CHECKING:
@@ -46,18 +46,11 @@ def vocabulary_marks(pins: Mapping[str, str], graph: OperatorGraph, *, cut: bool
     ------
     ContextError
         Data or model parallelism is not configured, or the network has no table of tokens.
-    UnsupportedError
-        The table is to be cut beside a context or an expert axis.
     """
     from planner.networks.marks import Marks
 
     said = f"parallel_config.vocab_emb_dp={not cut}"
     beyond = [f"{name}={pins[name]}" for name in ("cp", "ep") if pins.get(name, "1") != "1"]
-    if beyond and cut:
-        raise UnsupportedError(
-            f"{said} with {', '.join(beyond)} is not supported yet: strategies of operators are kept on meshes of "
-            "data × tensor; leave it out, and the search decides how the table is cut"
-        )
     if beyond:
         return Marks(), f"{said} is left to the search: strategies of operators are not kept with {', '.join(beyond)}"
     vocabulary = sizes_of(graph).vocabulary
