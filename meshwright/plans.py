@@ -516,7 +516,7 @@ class PlanResult(Actions):
     def _asked(self) -> PlanRequest:
         if self.request is not None:
             return self.request
-        from planner.exchange.exporting import request_of
+        from planner.planning.comparing import request_of
 
         return request_of(self.best.plan)
 

@@ -17,6 +17,7 @@ from planner.cli.budget import budget
 from planner.cli.calibrate import calibrate
 from planner.cli.check import check
 from planner.cli.execute import execute
+from planner.cli.explain import explain
 from planner.cli.export import export
 from planner.cli.networks import networks
 from planner.cli.plan import plan
@@ -146,7 +147,7 @@ def meshwright(
     """
 
 
-for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export, check, budget):
+for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export, check, budget, explain):
     app.command()(command)
 app.add_typer(profiles, name="profiles")
 app.add_typer(software, name="software")

@@ -145,7 +145,7 @@ def _report(found: Checked, config: Path) -> Iterator[RenderableType]:
             gain = _gain(found, candidate)
             table.add_row(
                 name,
-                _degrees(candidate),
+                degrees(candidate),
                 seconds_text(candidate.prediction.step_time_s),
                 "" if gain is None else f"{gain:.2f} ×",
                 bytes_text(candidate.prediction.peak_memory_bytes),
@@ -153,7 +153,7 @@ def _report(found: Checked, config: Path) -> Iterator[RenderableType]:
         yield table
 
 
-def _degrees(candidate: Candidate) -> str:
+def degrees(candidate: Candidate) -> str:
     """The choices of a plan in one line."""
     plan = candidate.plan
     degrees = {

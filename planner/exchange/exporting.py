@@ -10,9 +10,10 @@ from planner.exchange.formats import ExchangeFormat, Written, rounded, roundings
 from planner.exchange.pinned import pinned
 from planner.exchange.training_config import TrainingConfig, config_of
 from planner.graph.operator_graph import OperatorGraph
+from planner.planning.comparing import request_of
 from planner.planning.planning import plan_network
+from planner.plans.capability import Capability
 from planner.plans.plan import Plan
-from planner.plans.request import PlanRequest
 from simulator.errors import InputError, MeshwrightError
 
 
@@ -60,16 +61,7 @@ def export_plan(plan: Plan, graph: OperatorGraph, form: ExchangeFormat, *, round
     InputError
         The framework cannot run the plan, and it is not to be rounded; or not even the nearest plan is legal.
     """
-    overlaps = SOFTWARE[plan.software].overlaps if plan.software else True
-    config = config_of(plan, graph, overlaps=overlaps)
-    losses = [*_of_config(config, form), *_beyond(plan)]
-    if losses and not rounds:
-        listed = "; ".join(f"{loss.what} (nearest: {loss.to})" for loss in losses)
-        again = f", or plan with --software {form.table.software[0]}" if form.table.software else ""
-        raise InputError(
-            f"{form.table.framework} {form.version} cannot run all of this plan: {listed}; add --round to write the "
-            f"nearest{again}"
-        )
+    config, losses = _losses(plan, graph, form.table, rounds=rounds)
     nearest = rounded(config, form.table)
     if broken := form.violations(nearest):
         raise InputError(f"{form.table.framework} {form.version} does not take this plan: {broken[0]}")
@@ -80,8 +72,46 @@ def export_plan(plan: Plan, graph: OperatorGraph, form: ExchangeFormat, *, round
     )
 
 
-def _of_config(config: TrainingConfig, form: ExchangeFormat) -> Iterable[_Loss]:
-    for one in roundings(config, form.table):
+def nearest_plan(
+    plan: Plan, graph: OperatorGraph, table: Capability, *, rounds: bool = False
+) -> tuple[Plan, tuple[CannotSay, ...]]:
+    """The plan itself, or the nearest that a framework can run, with the choices that differ.
+
+    Raises
+    ------
+    InputError
+        The framework cannot run the plan, and it is not to be rounded; or the nearest does not fit.
+    """
+    config, losses = _losses(plan, graph, table, rounds=rounds)
+    if not losses:
+        return plan, ()
+    asked = pinned(rounded(config, table), request_of(plan), graph).request
+    others = {name: value for loss in losses for name, value in loss.pins.items()}
+    found = plan_network(replace(asked, pins={**asked.pins, **others}), graph=graph)
+    if not found.candidates:
+        raise InputError(
+            f"the nearest plan that {table.framework} {table.version} can run does not fit: {found.infeasible}"
+        )
+    return found.candidates[0].plan, tuple(_simulated(loss, plan, config, graph) for loss in losses)
+
+
+def _losses(plan: Plan, graph: OperatorGraph, table: Capability, *, rounds: bool) -> tuple[TrainingConfig, list[_Loss]]:
+    """What a plan says, and what of it a framework cannot run; InputError where that is not to be rounded."""
+    overlaps = SOFTWARE[plan.software].overlaps if plan.software else True
+    config = config_of(plan, graph, overlaps=overlaps)
+    losses = [*_of_config(config, table), *_beyond(plan)]
+    if losses and not rounds:
+        listed = "; ".join(f"{loss.what} (nearest: {loss.to})" for loss in losses)
+        again = f", or plan with --software {table.software[0]}" if table.software else ""
+        raise InputError(
+            f"{table.framework} {table.version} cannot run all of this plan: {listed}; add --round to write the "
+            f"nearest{again}"
+        )
+    return config, losses
+
+
+def _of_config(config: TrainingConfig, table: Capability) -> Iterable[_Loss]:
+    for one in roundings(config, table):
         yield _Loss(what=one.what, to=one.to, config=one.config)
 
 
@@ -107,25 +137,6 @@ def _order(plan: Plan) -> list[str]:
     if plan.pipeline > 1:
         strides["pp"] = plan.pipeline_stride
     return sorted(strides, key=strides.__getitem__, reverse=True)
-
-
-def request_of(plan: Plan) -> PlanRequest:
-    """Return the request of a plan, without the plan's choices."""
-    return PlanRequest(
-        network=plan.network,
-        hardware=plan.hardware,
-        devices=plan.devices,
-        global_batch=plan.global_batch,
-        sequence_length=plan.sequence_length,
-        precision=plan.precision,
-        optimizer=plan.optimizer,
-        top=1,
-        sensitivity=False,
-        exchange=plan.exchange,
-        software=plan.software,
-        attention=plan.attention,
-        norms=plan.norms,
-    )
 
 
 def _simulated(loss: _Loss, plan: Plan, config: TrainingConfig, graph: OperatorGraph) -> CannotSay:

@@ -11,13 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from planner.cli.app import app
-from planner.exchange.exporting import export_plan, request_of
+from planner.exchange.exporting import export_plan
 from planner.exchange.formats import rounded
 from planner.exchange.layout import read_layout, write_layout
 from planner.exchange.pinned import pinned
 from planner.exchange.registry import FORMATS
 from planner.exchange.training_config import config_of
 from planner.graph.operator_graph import OperatorGraph
+from planner.planning.comparing import request_of
 from planner.planning.planning import plan_network
 from planner.plans.file import read_plan, write_plan
 from planner.plans.plan import Plan
