@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshwright.plans import Explanation, PinOptions, PlanResult, TrainingPlan, load, plan
     from meshwright.profiles import calibrate, profile
     from meshwright.sweeps import WhatIfResult, what_if
+    from planner.exchange.pytorch import apply
     from planner.planning.prediction import Prediction
     from simulator.errors import ExecutionError, InfeasibleError, InputError, MeshwrightError
     from simulator.hardware import Hardware
@@ -37,6 +38,7 @@ __all__ = [
     "Prediction",
     "TrainingPlan",
     "WhatIfResult",
+    "apply",
     "calibrate",
     "check",
     "load",
@@ -52,6 +54,7 @@ _MODULES = {
     **dict.fromkeys(("WhatIfResult", "what_if"), "meshwright.sweeps"),
     "Hardware": "simulator.hardware",
     "Prediction": "planner.planning.prediction",
+    "apply": "planner.exchange.pytorch",
     "calibrate": "meshwright.profiles",
     "profile": "meshwright.profiles",
 }

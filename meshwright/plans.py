@@ -241,7 +241,7 @@ class Actions:
         Parameters
         ----------
         format
-            ``megatron``, ``bridge``, ``torchtitan``, ``torchtitan-0.2``, ``deepspeed`` or ``accelerate``.
+            ``megatron``, ``bridge``, ``torchtitan``, ``torchtitan-0.2``, ``deepspeed``, ``accelerate`` or ``pytorch``.
         path
             The file to write; without it nothing is written, and ``.written.text`` holds the text.
         round
@@ -265,12 +265,16 @@ class Actions:
         True
         """
         from planner.exchange.exporting import export_plan
+        from planner.exchange.pytorch import TABLE, export_module
         from planner.exchange.registry import FORMATS
         from planner.plans.request import one_of
         from simulator.whole_file import write_whole
 
-        form = FORMATS[one_of(format, FORMATS, "format")]
-        exported = export_plan(self._chosen.plan, captured(self._chosen.plan, self._chosen.graph), form, rounds=round)
+        plan, graph = self._chosen.plan, captured(self._chosen.plan, self._chosen.graph)
+        if one_of(format, (*FORMATS, TABLE), "format") == TABLE:
+            exported = export_module(plan, graph, rounds=round)
+        else:
+            exported = export_plan(plan, graph, FORMATS[format], rounds=round)
         if path is not None:
             write_whole(str(path), exported.written.text)
         return exported

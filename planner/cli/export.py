@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,7 @@ from planner.cli.terminal import Terminal
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.exchange.exporting import Exported
+    from planner.exchange.exporting import CannotSay
     from planner.exchange.formats import ExchangeFormat
     from planner.plans.file import StrategyFile
     from planner.plans.plan import Plan
@@ -31,11 +31,12 @@ class Format(StrEnum):
     DEEPSPEED = "deepspeed"
     ACCELERATE = "accelerate"
     SCHEDULE_CSV = "schedule-csv"
+    PYTORCH = "pytorch"
     MINDSPORE = "mindspore"
     MESHWRIGHT = "meshwright"
 
 
-_SUFFIX = {Format.SCHEDULE_CSV: ".csv"}
+_SUFFIX = {Format.SCHEDULE_CSV: ".csv", Format.PYTORCH: ".py"}
 _VERSION = {Format.SCHEDULE_CSV: "torch 2.9", Format.MINDSPORE: "2.10", Format.MESHWRIGHT: "2"}
 
 
@@ -61,6 +62,7 @@ def export(
     \b
     Examples:
       meshwright export strategy.json --to megatron --round --out plan.sh
+      meshwright export strategy.json --to pytorch --out plan.py
       meshwright export strategy.json --out mindspore.json
     """
     from planner.exchange.registry import FORMATS
@@ -74,7 +76,7 @@ def export(
     path = out or strategy.with_suffix(f".{to.value}{form.suffix if form else _SUFFIX.get(to, '.json')}")
     check_out("--out", path, (strategy,))
     found = read_strategy(strategy)
-    if form is not None:
+    if form is not None or to is Format.PYTORCH:
         _exchange(terminal, found, strategy, form, path, rounds=rounds)
         return
     if to is Format.MESHWRIGHT:
@@ -106,23 +108,28 @@ def _schedule(plan: Plan) -> str:
 
 
 def _exchange(
-    terminal: Terminal, found: StrategyFile, strategy: Path, form: ExchangeFormat, path: Path, *, rounds: bool
+    terminal: Terminal, found: StrategyFile, strategy: Path, form: ExchangeFormat | None, path: Path, *, rounds: bool
 ) -> None:
+    """Write for a framework, or without a format as a Python file for PyTorch."""
     from planner.exchange.exporting import export_plan
+    from planner.exchange.pytorch import TABLE, export_module
     from planner.lowering.checked import captured
     from planner.planning.loading import naming
+    from planner.plans.capability import capabilities
     from simulator.whole_file import write_whole
 
-    with terminal.working(f"writing for {form.table.framework} {form.version}"), naming(strategy):
-        exported = export_plan(found.plan, captured(found.plan), form, rounds=rounds)
+    table = capabilities()[TABLE] if form is None else form.table
+    version = table.version if form is None else form.version
+    with terminal.working(f"writing for {table.framework} {version}"), naming(strategy):
+        graph = captured(found.plan)
+        if form is None:
+            exported = export_module(found.plan, graph, rounds=rounds)
+        else:
+            exported = export_plan(found.plan, graph, form, rounds=rounds)
     write_whole(path, exported.written.text)
-    terminal.result(_document(exported, form, path), str(path), lambda: _report(exported, found, form, path))
-
-
-def _document(exported: Exported, form: ExchangeFormat, path: Path) -> dict[str, Any]:
-    return {
-        "format": form.name,
-        "version": form.version,
+    document = {
+        "format": TABLE if form is None else form.name,
+        "version": version,
         "files": [str(path)],
         "cannot_say": [
             {
@@ -135,19 +142,21 @@ def _document(exported: Exported, form: ExchangeFormat, path: Path) -> dict[str,
         ],
         "environment": dict(exported.written.environment),
     }
+    said = f"{path}: for {table.framework} {version}"
+    terminal.result(document, str(path), lambda: _report(said, exported.cannot_say, found))
 
 
-def _report(exported: Exported, found: StrategyFile, form: ExchangeFormat, path: Path) -> Iterator[RenderableType]:
+def _report(said: str, cannot_say: Sequence[CannotSay], found: StrategyFile) -> Iterator[RenderableType]:
     from rich.table import Table
 
     from simulator.quantities import bytes_text, seconds_text
 
-    yield f"{path}: for {form.table.framework} {form.version}"
-    if exported.cannot_say:
+    yield said
+    if cannot_say:
         before = (found.prediction or {}).get("step_time_s")
-        said = f", {seconds_text(before)} as planned" if isinstance(before, float) else ""
-        table = Table("cannot run", "written instead", "step time", "peak memory", title=f"Rounded{said}")
-        for one in exported.cannot_say:
+        planned = f", {seconds_text(before)} as planned" if isinstance(before, float) else ""
+        table = Table("cannot run", "written instead", "step time", "peak memory", title=f"Rounded{planned}")
+        for one in cannot_say:
             table.add_row(
                 one.what,
                 one.rounded_to,

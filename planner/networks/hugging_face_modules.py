@@ -305,8 +305,8 @@ class SeparateAttention(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.heads = config.num_attention_heads
-        self.scaling = (hidden // self.heads) ** -0.5 if config.scale_attn_weights else 1.0
+        self.head = hidden // config.num_attention_heads
+        self.scaling = self.head**-0.5 if config.scale_attn_weights else 1.0
         self.is_causal = True
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, hidden) for _ in range(3))
         self.c_proj = Conv1D(hidden, hidden)  # type: ignore[no-untyped-call]
@@ -318,7 +318,7 @@ class SeparateAttention(nn.Module):
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Map ``(batch, length, hidden)`` to the same shape."""
         query, key, value = (
-            projection(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            projection(hidden_states).unflatten(-1, (-1, self.head)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed, _weights = _attention(self, query, key, value, None, scaling=self.scaling)

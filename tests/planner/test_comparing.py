@@ -70,7 +70,8 @@ def test_what_would_let_it_win_does(compared: Compared) -> None:
 def test_a_pin_under_which_nothing_fits(tmp_path: Path) -> None:
     plan = planned("zoo:llama2-7b", "dgx-a100", 8, 8, "micro_batch=1", length=512)
     strategy = write_plan(plan, tmp_path / "strategy.json")
-    options = ["--why-not", "tp=1", "--why-not", "pp=1", "--why-not", "optimizer_sharding=none", "--json", "--quiet"]
+    pins = ("tp=1", "pp=1", "optimizer_sharding=none", "offload_optimizer=false", "micro_batch=1")
+    options = [*(word for pin in pins for word in ("--why-not", pin)), "--json", "--quiet"]
     done = CliRunner().invoke(app, ["explain", str(strategy), *options])
     assert done.exit_code == 3, done.output
     said = json.loads(done.stdout)

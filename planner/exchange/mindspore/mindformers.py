@@ -257,8 +257,9 @@ def _stated(document: Mapping[Any, Any], pins: Mapping[str, str]) -> dict[str, A
         found["seq_len"] = model["seq_length"]
     if model.get("compute_dtype") in _PRECISIONS:
         found["precision"] = _PRECISIONS[model["compute_dtype"]]
-    runner = document.get("runner_config")
-    size = runner.get("batch_size") if isinstance(runner, dict) else None
+    said = document.get("runner_config")
+    runner: dict[str, Any] = said if isinstance(said, dict) else {}
+    size = runner.get("batch_size")
     if isinstance(size, int) and "dp" in pins:
         copies = document.get("micro_batch_interleave_num", 1)
         again = runner.get("gradient_accumulation_steps", 1) if pins.get("pp") == "1" else pins.get("micro_batches", 1)

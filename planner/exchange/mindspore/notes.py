@@ -69,12 +69,13 @@ def vocabulary_marks(pins: Mapping[str, str], graph: OperatorGraph, *, cut: bool
 
 def sizes_of(graph: OperatorGraph) -> Sizes:
     """Layers of the longest run, width and length of the table of tokens, heads of attention."""
+    from planner.exchange.pinned import layer_names
     from planner.sharding.context import attention_heads
 
     vocabulary = max((i.high or 0 for i in graph.inputs if i.kind == "tokens"), default=0)
     tables = [graph.spec(node.tensor_inputs[0]).shape for node in graph.nodes if node.op == "aten.embedding.default"]
     return Sizes(
-        layers=max((run.count for run in graph.runs), default=0),
+        layers=max((len(layer_names(graph)), *(run.count for run in graph.runs))),
         hidden=next((shape[1] for shape in tables if vocabulary and shape[0] >= vocabulary), 0),
         heads=max((heads for heads, _ in attention_heads(graph)), default=0),
         vocabulary=vocabulary,

@@ -18,7 +18,7 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head = hidden // heads
         self.query = nn.Linear(hidden, hidden)
         self.key = nn.Linear(hidden, hidden)
         self.value = nn.Linear(hidden, hidden)
@@ -27,7 +27,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, length, hidden)`` to the same shape."""
         query, key, value = (
-            projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            projection(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value)
