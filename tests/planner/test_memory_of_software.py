@@ -18,11 +18,11 @@ from planner.planning.prediction import Prediction
 from simulator.profiles import profile_text
 from simulator.program import BufferKind
 
-GPT = {
+GPT: dict[str, Any] = {
     "model_type": "gpt2", "n_embd": 512, "n_layer": 4, "n_head": 8, "n_positions": 512, "vocab_size": 8192,
     "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
 }  # fmt: skip
-MIXTRAL = {
+MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 8, "intermediate_size": 1024, "vocab_size": 8192, "max_position_embeddings": 512,
     "num_local_experts": 4, "num_experts_per_tok": 2,
