@@ -99,7 +99,7 @@ def telling_marks(
 ) -> tuple[bool, str]:
     """Marks of messages, ``sharded`` and ``axis`` of `message_time`, without those on which their time does not depend.
 
-    >>> from simulator.hardware import load_profile
+    >>> from simulator.profiles import load_profile
     >>> hardware, group = load_profile("dgx-a100"), GroupShape(members=(8, 1))
     >>> telling_marks(hardware, Collective.ALL_GATHER, group, True, "tensor")
     (False, '')

@@ -106,7 +106,7 @@ def test_without_hardware_it_is_said_whether_a_file_is_legal(tmp_path: Path) -> 
 def test_what_is_of_no_format_is_an_error(tmp_path: Path) -> None:
     code, said = checked("hello\n", tmp_path)
     assert code == 2
-    assert "of no known format" in str(said["message"])
+    assert "of no known format" in str(said["error"])
 
 
 def test_variables_of_a_script_are_put_in() -> None:
