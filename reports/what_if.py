@@ -23,6 +23,7 @@ PARTS = {
     "exposed_communication_s": "exposed communication",
     "bubble_s": "idle",
     "optimizer_s": "optimizer",
+    "host_s": "host",
 }
 
 

@@ -9,6 +9,8 @@ Where the software is known (``training.planned_message_launches``), so is how i
 one, so that none catches up meanwhile what its launches are behind, and each begins when the last rank has launched it.
 Kernels vary in length around their mean, and either waits for the other well before both are equally long. What works
 element by element, one right after the other, is launched once, as are norms and rotary embeddings of such software.
+A step and its micro-batches then also take what the host does once for each (``training.planned_step_s``,
+``training.planned_micro_batch_s``): reading samples, clearing and clipping gradients, the update's loop, logging.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ LAUNCH = "planned_launch_s"
 MESSAGE_LAUNCHES = "planned_message_launches"
 """Key of a profile's training: launches of kernels that the launch of one message takes; there where the software is
 known."""
+STEP, MICRO_BATCH = "planned_step_s", "planned_micro_batch_s"
+"""Keys of a profile's training: seconds of the host for a step, and for each micro-batch of the stage with the loss,
+while the device waits; there where the software is known."""
 SEND_STALL = "planned_send_stall"
 """Key of a profile's training: part of the time of a message between stages for which the kernels of its sender stand
 still though the two overlap; there where the software is known."""
@@ -89,6 +94,11 @@ def launches_of(kernels: Iterable[Kernel], *, chained: bool) -> int:
 def launch_time(hardware: Hardware) -> float:
     """Seconds in which the host launches one kernel; 0 where the profile does not say."""
     return hardware.training.get(LAUNCH, 0.0)
+
+
+def fixed_time(hardware: Hardware, micro_batches: int) -> float:
+    """Seconds of a step in which the device waits for what its host does once for it and for each micro-batch."""
+    return hardware.training.get(STEP, 0.0) + micro_batches * hardware.training.get(MICRO_BATCH, 0.0)
 
 
 def pass_time(hardware: Hardware, whole_s: FloatArray, messages_s: FloatArray, launches: FloatArray) -> FloatArray:

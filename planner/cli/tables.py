@@ -19,6 +19,7 @@ BREAKDOWN_NAMES = {
     "exposed_communication_s": "exposed communication",
     "bubble_s": "idle",
     "optimizer_s": "optimizer",
+    "host_s": "host",
 }
 
 

@@ -29,7 +29,7 @@ from simulator.errors import InputError
 from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
 from simulator.hardware import Hardware
 from simulator.kernels.convolution import COPIES
-from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL, SHARDED, TENSOR_EXPOSED
+from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, MICRO_BATCH, SEND_STALL, SHARDED, STEP, TENSOR_EXPOSED
 from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 USUAL = "usual"
 """The name that stands for no stack in particular: the median of the usual ones."""
 NetworkFamily = Literal["image", "language", "features"]
+
+_FIXED = {STEP: "step_overhead_s", MICRO_BATCH: "micro_batch_overhead_s"}
 
 SOFTWARE: Mapping[str, Software] = shipped_stacks().software
 """Software by name, as ``hw_profiles/software/stacks.yaml`` has it."""
@@ -190,8 +192,9 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
         return hardware
     known = SOFTWARE[software]
     stacks, stack = shipped_software().coefficients.stacks, known.stack
+    kind = "_deterministic" if known.deterministic else ""
     on_ascend = family_of(hardware.device_name).startswith("ascend")
-    own = stacks.get(f"{stack}_gpu" if stack is Stack.MINDSPORE and not on_ascend else str(stack), {})
+    own = stacks.get(f"{stack}_gpu" if stack is Stack.MINDSPORE and not on_ascend else f"{stack}{kind}", {})
     training = dict(hardware.training)
     for name, factor in factors_of(own).items():
         training[f"planned_{name}"] = training.get(name, 1.0) * factor
@@ -200,6 +203,7 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
     if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
         training[LAUNCH] = own["launch_s"] * training.get("launch", 1.0)
         training[MESSAGE_LAUNCHES] = 1.0
+    training |= {key: own[name] for key, name in _FIXED.items() if name in own}
     if "pipeline_exposed" in own:
         training[SEND_STALL] = own["pipeline_exposed"]
     if known.single_gathers and "shard_apart" in own:

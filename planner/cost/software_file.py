@@ -117,6 +117,8 @@ class Software(Part):
     single_gathers
         Sharded parameters are gathered one at a time, each when the device has done all before, and their gradients
         scattered so.
+    deterministic
+        Kernels are those whose sums have one order (``--deterministic-mode``), with coefficients of their own.
     fusion
         What fuses operators, one of `planner.graph.fusion`.
     attention
@@ -132,7 +134,8 @@ class Software(Part):
     gradient_dtype: Literal["", "float32"] = ""
     whole_sums: bool = False
     single_gathers: bool = False
-    fusion: Literal["single", "compiler", "library"] = "single"
+    deterministic: bool = False
+    fusion: Literal["single", "products", "compiler", "library"] = "single"
     attention: dict[str, Literal["flash", "flash2", "vendor"]] = Field(default_factory=dict)
     memory: MemoryHabits = Field(default_factory=MemoryHabits)
 

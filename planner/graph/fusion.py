@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod, sqrt
 
 from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph, Role, TensorRef
@@ -22,9 +23,12 @@ COMPILER = "compiler"
 LIBRARY = "library"
 """A library has fused kernels for what stands between products, permutes tokens to their experts in one kernel, and
 multiplies what reads the same tensor at once (Megatron-Core with Transformer Engine; MindSpeed)."""
+PRODUCTS = "products"
+"""Operators run one by one, but products that read the same tensor are one, as networks are written for it
+(Megatron-DeepSpeed, LLM Foundry)."""
 SINGLE = "single"
 """Operators run one by one (PyTorch without a compiler)."""
-KINDS = (COMPILER, LIBRARY, SINGLE)
+KINDS = (COMPILER, LIBRARY, PRODUCTS, SINGLE)
 
 _POINTWISE = frozenset({Kernel.ELEMENTWISE, Kernel.ACCUMULATION, Kernel.ACTIVATION, Kernel.TRANSCENDENTAL, Kernel.COPY})
 _GATHERS = frozenset({"aten.gather.default"})
@@ -62,8 +66,10 @@ def in_memory(graph: OperatorGraph, ref: TensorRef) -> TensorRef:
     return ref
 
 
-def with_fusion(graph: OperatorGraph, kind: str) -> OperatorGraph:
+def with_fusion(graph: OperatorGraph, kind: str, *, joined: bool = False) -> OperatorGraph:
     """The graph, not folded, with what the kernels of a kind of software move; as it is where no kind is named.
+
+    Networks whose authors wrote several products of a tensor as one are ``joined`` with any software.
 
     A chain is joined where nothing outside of it stands between its operators: operators whose longest ways from the
     inputs have equally many kernels that cannot be joined. Values that a chain needs again backward, and can compute
@@ -71,15 +77,17 @@ def with_fusion(graph: OperatorGraph, kind: str) -> OperatorGraph:
     """
     if not check_fusion(kind):
         return graph
-    if kind == SINGLE:
+    joined = joined or kind in (LIBRARY, PRODUCTS)
+    if not joined and kind == SINGLE:
         return replace(graph, fusion=kind)
-    found = _Fusion(graph=graph, kind=kind)
-    moved = found.moved()
+    moved = _Fusion(graph=graph, kind=kind, joined=joined).moved()
     nodes = list(graph.nodes)
     for index, shares in moved.items():
         node = nodes[index]
-        rows = prod(product_parts(node, shares)) if node.kernel is Kernel.MATMUL else 1.0
-        nodes[index] = replace(node, moved=shares, flops=rows * node.flops)
+        parts = float(any(shares))
+        if parts and node.kernel is Kernel.MATMUL:
+            parts = prod(product_parts(node, shares))
+        nodes[index] = replace(node, moved=shares, flops=parts * node.flops)
     return replace(graph, fusion=kind, nodes=tuple(nodes))
 
 
@@ -102,20 +110,22 @@ class _Fusion:
 
     graph: OperatorGraph
     kind: str
+    joined: bool
 
     def moved(self) -> dict[int, tuple[float, ...]]:
         """Shares of inputs and outputs that kernels move, of those that do not move all."""
         found: dict[int, tuple[float, ...]] = {}
-        for members in self.groups:
+        fuses = self.kind in (COMPILER, LIBRARY)
+        for members in self.groups if fuses else ():
             found |= self._of_group(members)
-        for index in self._beside_attention():
+        for index in self._beside_attention() if fuses else ():
             found[index] = self._nothing(index)
-        if self.kind == LIBRARY:
+        if self.joined:
             for index in self._sums_in_products():
                 found[index] = self._nothing(index)
-        for index, filled in self._filled():
-            before = found.get(index, (1.0,) * len(filled))
-            found[index] = tuple(one * other for one, other in zip(before, filled, strict=True))
+        for index, shares in chain(self._filled() if fuses else (), self._products() if self.joined else ()):
+            before = found.get(index, (1.0,) * len(shares))
+            found[index] = tuple(one * other for one, other in zip(before, shares, strict=True))
         return {index: shares for index, shares in found.items() if any(share != 1.0 for share in shares)}
 
     def _nothing(self, index: int) -> tuple[float, ...]:
@@ -276,6 +286,53 @@ class _Fusion:
             shares = tuple(part if each == count else 1.0 for each in rows)
             if part in shares:
                 yield index, shares
+
+    def _products(self) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """Products of one tensor with weights of one module, and their gradients: the first of each does all of it.
+
+        Queries, keys and values are one product, and so are a gate and what it opens (``linear_qkv`` and ``linear_fc1``
+        of Megatron-Core). Backward the gradient of the tensor is one product, over the depth of all, and that of the
+        weights another.
+        """
+        nodes = self.graph.nodes
+        fixed = {p.node for p in self.graph.parameters}
+        together: dict[tuple[TensorRef, str], list[int]] = {}
+        for index, node in enumerate(nodes):
+            if node.kernel is Kernel.MATMUL and node.role is Role.OPERATOR and node.phase is Phase.FORWARD:
+                left, right = map(self.base, node.tensor_inputs[-2:])
+                if right.node in fixed and left.node not in fixed:
+                    together.setdefault((left, node.module.rpartition(".")[0]), []).append(index)
+        backward: dict[int, list[int]] = {}
+        for index, node in enumerate(nodes):
+            if node.kernel is Kernel.MATMUL and node.phase is Phase.BACKWARD and node.forward is not None:
+                backward.setdefault(node.forward, []).append(index)
+        for (tensor, _), members in together.items():
+            widths = [nodes[index].outputs[0].shape[-1] for index in members]
+            if len(members) == 1 or len({nodes[index].outputs[0].shape[:-1] for index in members}) > 1:
+                continue
+            ratio = sum(widths) / widths[0]
+            yield from self._as_one(members, {-1: ratio, -2: 1.0}, ratio)
+            of_input, of_weight = list[int](), list[int]()
+            for index in (user for member in members for user in backward.get(member, ())):
+                factors = set(map(self.base, nodes[index].tensor_inputs[-2:]))
+                (of_weight if tensor in factors else of_input).append(index)
+            if len(of_input) == len(members):
+                yield from self._as_one(of_input, {-1: ratio, -2: ratio}, 1.0)
+            if len(of_weight) == len(members):
+                left = self.base(nodes[of_weight[0]].tensor_inputs[-2]) == tensor
+                yield from self._as_one(of_weight, {-1: ratio if left else 1.0, -2: 1.0 if left else ratio}, ratio)
+
+    def _as_one(
+        self, members: list[int], factors: Mapping[int, float], result: float
+    ) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """The first of the members with all that they read and write, and the others with nothing."""
+        first, *others = members
+        shares = [1.0] * len(self.graph.nodes[first].tensor_inputs)
+        for place, share in factors.items():
+            shares[place] = share
+        yield first, (*shares, result)
+        for index in others:
+            yield index, self._nothing(index)
 
     def _beside_attention(self) -> Iterator[int]:
         """Copies of keys and values for the heads that share them, and the sums of their gradients.

@@ -36,8 +36,8 @@ class KernelShape:
 
 
 def is_product(node: Node) -> bool:
-    """Whether an operator multiplies its last two inputs as matrices."""
-    return node.kernel is Kernel.MATMUL and _name(node) in PRODUCTS
+    """Whether an operator multiplies its last two inputs as matrices, in a kernel that is its own."""
+    return node.timed_as is Kernel.MATMUL and _name(node) in PRODUCTS
 
 
 def kernel_shape(graph: OperatorGraph, node: Node) -> KernelShape | None:

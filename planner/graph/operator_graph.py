@@ -120,6 +120,11 @@ class Node:
     _tensors: tuple[TensorRef, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
+    def timed_as(self) -> Kernel:
+        """Class of the kernel that runs: that of views, which costs nothing, where a fused kernel does all of it."""
+        return Kernel.VIEW if self.moved and not any(self.moved) else self.kernel
+
+    @property
     def kernel_dtype(self) -> str:
         """Type of the numbers that the kernel computes with."""
         return self.product_dtype or self.outputs[0].dtype

@@ -352,7 +352,7 @@ class Body(Writer):
         task = Task(
             name=node.name if phase is node.phase else f"recompute {node.name}",
             phase=phase,
-            kernel=node.kernel,
+            kernel=node.timed_as,
             dtype=node.kernel_dtype,
             flops=recipe.flops,
             bytes_moved=recipe.bytes_moved,
@@ -471,7 +471,7 @@ class Body(Writer):
         task = Task(
             name=f"{node.name}, all but the last piece",
             phase=phase,
-            kernel=node.kernel,
+            kernel=node.timed_as,
             dtype=node.outputs[0].dtype,
             flops=recipe.flops * (1 - 1 / pieces),
             bytes_moved=recipe.bytes_moved * (1 - 1 / pieces),

@@ -100,7 +100,7 @@ def _cache_key(network: Network) -> str:
     content = f"{network.content}\n{network.sequence_length}\n{network.depth}\n{network.notes}\n{cache.toolchain()}"
     content += f"\n{network.attention}" if network.attention in WRITTEN_OUT else ""
     content += "\nfused norms" if network.norms == FUSED else ""
-    content += f"\nfused by a {network.fusion}" if network.fusion else ""
+    content += f"\nfused and joined by a {network.fusion}" if network.fusion else ""
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -118,7 +118,19 @@ def _capture(network: Network) -> OperatorGraph:
 
 
 def _as_asked(network: Network, graph: OperatorGraph) -> OperatorGraph:
-    return with_fusion(with_norms(with_attention(graph, network.attention), network.norms), network.fusion)
+    # GPT-2 has one projection of queries, keys and values, written apart here for its heads to be cut.
+    joined = bool(network.fusion) and _joins_projections(network)
+    return with_fusion(
+        with_norms(with_attention(graph, network.attention), network.norms), network.fusion, joined=joined
+    )
+
+
+def _joins_projections(network: Network) -> bool:
+    if network.decoder is None:
+        return False
+    from planner.networks.decoder.gpt import HuggingFaceGPT2
+
+    return isinstance(network.decoder, HuggingFaceGPT2)
 
 
 def _shortened(network: Network) -> OperatorGraph | None:

@@ -15,7 +15,7 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
 from planner.planning.analytic import analytic_breakdown
 from planner.planning.host_memory import host_refusal
-from planner.planning.prediction import Prediction, predict_plan
+from planner.planning.prediction import Prediction, predict_plan, with_host
 from planner.planning.rescoring import Contender, Field, Foretold, rescore
 from planner.planning.shared_tables import NetworkTables
 from planner.planning.unit_ranges import chunks, offload_ranges, recompute_ranges
@@ -440,7 +440,7 @@ class Configured:
         if self.hints and (broken := self._not_kept(plan)) is not None:
             return Foretold(plan=plan, refused=broken)
         prediction = predict_plan(plan, self.graph, self.hardware)
-        analytic = analytic_breakdown(placed, self.model())
+        analytic = with_host(analytic_breakdown(placed, self.model()), prediction)
         return Foretold(plan=plan, prediction=replace(prediction, analytic=analytic))
 
     def _fitting(self, explored: Explored, placed: Placed, foretold: Foretold, _best_s: float) -> Scored | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
-from planner.planning.prediction import Prediction, predict_plan, without_rounding
+from planner.planning.prediction import Prediction, predict_plan, with_host, without_rounding
 from planner.planning.rescoring import Contender, Foretold
 from planner.plans.plan import (
     Certificate,
@@ -196,7 +196,8 @@ class OneStagePlans:
         if not fits_copies(plan, self.graph):
             return Foretold(plan=plan)
         found = predict_plan(plan, self.graph, self.space.hardware)
-        analytic = without_rounding(parts_of(item.problem, item.solution), item.solution.objective_s)
+        parts = without_rounding(parts_of(item.problem, item.solution), item.solution.objective_s)
+        analytic = with_host(parts, found)
         return Foretold(plan=plan, prediction=replace(found, analytic=analytic))
 
 

@@ -24,6 +24,7 @@ from simulator import fast_engine
 from simulator.errors import InputError
 from simulator.following_steps import period_s
 from simulator.hardware import Hardware
+from simulator.launches import fixed_time
 from simulator.mixed_cluster import MixedCluster
 from simulator.pipeline import per_rank
 from simulator.pipeline_memory import RankMemory, pipeline_memory
@@ -34,6 +35,8 @@ from simulator.program import Collective
 from simulator.schedules import ActionKind, Schedule
 from simulator.task_table import Engine, FloatArray, IntArray, TaskTable
 
+HOST = "host_s"
+"""Part of a step in which devices wait for what the host does once for a step and once for a micro-batch."""
 ROUNDING = 1e-12
 """Part of a step by which equal sums may differ."""
 OPERATORS = 10
@@ -105,6 +108,11 @@ def precision_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
         return ()
     usual = next(name for name, known in PRECISIONS.items() if known == hardware.default_precision)
     return (f"{hardware.device_name} has no {dtype} peak: timed as {used}; plan with --precision {usual}",)
+
+
+def with_host(analytic: Mapping[str, float], found: Prediction) -> dict[str, float]:
+    """The parts of a closed form with what the host adds to the prediction, which no search can change much."""
+    return {**analytic, **{part: seconds for part, seconds in found.breakdown.items() if part == HOST}}
 
 
 def trained_dtype(graph: OperatorGraph) -> str:
@@ -241,7 +249,10 @@ def simulate_plan(
         at_peak, peak = held.fullest.by_kind(), held.stages.index(held.fullest)
     by_kind = {kind: int(size) for kind, size in at_peak.items()}
     needed, limit = sum(by_kind.values()), int(hardware.device_memory_bytes)
-    uncertainty, step = hardware.uncertainty, result.step_time_s
+    uncertainty, parts = hardware.uncertainty, breakdown(lowered, result)
+    # Whole steps of language networks say how long; those of others have next to none.
+    fixed_s = 0.0 if plan.sequence_length is None else fixed_time(hardware, plan.micro_batches)
+    step = result.step_time_s + fixed_s
     samples = plan.global_batch / step
     peak_flops = hardware.peak(computed_dtype(graph)) * plan.devices
     prediction = Prediction(
@@ -254,7 +265,7 @@ def simulate_plan(
         peak_memory_bytes=needed,
         device_memory_bytes=limit,
         memory_at_peak=by_kind,
-        breakdown=breakdown(lowered, result),
+        breakdown={**parts, HOST: fixed_s} if fixed_s else parts,
         peak_rank=peak,
         p_fits=probability_to_fit(needed, limit, "tensors" if held is None else "software"),
         host_memory_bytes=host_memory_bytes(plan, graph, hardware.devices_per_node),

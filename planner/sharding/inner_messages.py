@@ -31,8 +31,9 @@ def summing(rules: Sequence[Rule]) -> NDArray[np.bool_]:
 
 def local_class(node: Node, rules: Sequence[Rule]) -> Kernel:
     """Class of the kernel of one rank's part of an operator."""
-    summed = SUMMED_CLASS.get(node.kernel, node.kernel)
-    return summed if summed is not node.kernel and summing(rules).any() else node.kernel
+    usual = node.timed_as
+    summed = SUMMED_CLASS.get(usual, usual)
+    return summed if summed is not usual and summing(rules).any() else usual
 
 
 def bytes_of_sums(node: Node, elements: float) -> float:

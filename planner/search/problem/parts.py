@@ -111,16 +111,17 @@ class Parts:
         shares = [self.shares(states, codes) for codes in ports]
         dtype = node.kernel_dtype
         moved, flops = traffic_bytes(self.graph, node, shares), node.flops * work
-        shape = kernel_shape(self.graph, node) if has_shape_model(hardware, node.kernel) else None
+        ran = node.timed_as
+        shape = kernel_shape(self.graph, node) if has_shape_model(hardware, ran) else None
         if shape is None:
-            time = kernel_time(hardware, node.kernel, dtype, flops, moved)
+            time = kernel_time(hardware, ran, dtype, flops, moved)
         else:
             first, second, result = (shares[port] for port in shape.ports)
-            local = local_kernel(node.kernel, shape.sizes, (first, second, result), work)
-            time = shaped_time(hardware, node.kernel, dtype, local, flops, moved)
-        time = time * self._factor(node.kernel, dtype)
-        if node.kernel in SUMMED_CLASS:
-            kernel, summed = SUMMED_CLASS[node.kernel], summing([c.rules[position] for c in choices])
+            local = local_kernel(ran, shape.sizes, (first, second, result), work)
+            time = shaped_time(hardware, ran, dtype, local, flops, moved)
+        time = time * self._factor(ran, dtype)
+        if ran in SUMMED_CLASS:
+            kernel, summed = SUMMED_CLASS[ran], summing([c.rules[position] for c in choices])
             others = kernel_time(hardware, kernel, dtype, flops, moved) * self._factor(kernel, dtype)
             time = np.where(summed[states.choice].any(axis=0), others, time)
         if node.product_dtype:

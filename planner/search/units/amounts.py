@@ -190,7 +190,7 @@ class AmountLedger:
         work = _masks(states, np.array([rule.splits_work for rule in rules]))
         grows = [_growth(spec) for spec in (*map(self.graph.spec, node.tensor_inputs), *node.outputs)]
         flops = (part * node.flops, int(any(grows)))
-        moved = [] if node.kernel is Kernel.VIEW else list(zip(sizes, grows, strict=True))
+        moved = [] if node.timed_as is Kernel.VIEW else list(zip(sizes, grows, strict=True))
         shape, rows = kernel_shape(self.graph, node), np.zeros(len(work), dtype=np.int64)
         for kernel, chosen in _classes(states, node, rules):
             cut = [axes[chosen] for axes in ports]
@@ -408,11 +408,12 @@ def _masks(states: States, cuts: NDArray[np.bool_]) -> IntArray:
 
 def _classes(states: States, node: Node, rules: Sequence[Rule]) -> list[tuple[Kernel, IntArray]]:
     """Classes of an operator's kernel, each with the numbers of the states in which it is of that class."""
-    among = SUMMED_CLASS.get(node.kernel, node.kernel)
-    if among is node.kernel:
-        return [(node.kernel, np.arange(len(states)))]
+    usual = node.timed_as
+    among = SUMMED_CLASS.get(usual, usual)
+    if among is usual:
+        return [(usual, np.arange(len(states)))]
     summed = summing(rules)[states.choice].any(axis=0)
-    found = ((node.kernel, np.flatnonzero(~summed)), (among, np.flatnonzero(summed)))
+    found = ((usual, np.flatnonzero(~summed)), (among, np.flatnonzero(summed)))
     return [(kernel, chosen) for kernel, chosen in found if len(chosen)]
 
 

@@ -181,7 +181,7 @@ class StageDecisions:
         for spec, size in zip(specs, traffic_sizes(self.graph, node), strict=True):
             grows = any(spec.batch_dims)
             fixed, grown = fixed + size * (not grows), grown + size * grows
-        return node.kernel, node.kernel_dtype, fixed, grown
+        return node.timed_as, node.kernel_dtype, fixed, grown
 
     @cached_property
     def sums_over_batch(self) -> bool:

@@ -84,7 +84,7 @@ class UnitModel:
         for index in nodes:
             node = self.graph.nodes[index]
             if node.role in (Role.OPERATOR, Role.GRADIENT_SUM):
-                yield from (Kernel.ELEMENTWISE, node.kernel) if node.product_dtype else (node.kernel,)
+                yield from (Kernel.ELEMENTWISE, node.timed_as) if node.product_dtype else (node.timed_as,)
 
     def _owners(self, node: int) -> int:
         return sum(node in unit.nodes for unit in self.chain.units)
