@@ -145,7 +145,7 @@ def budget(options: BudgetOptions) -> tuple[BudgetRow, ...]:
 def _requests(options: BudgetOptions, name: str) -> Iterator[tuple[PlanRequest, SharedTables]]:
     hardware = load_profile(name)
     if options.devices is not None:
-        counts = (options.devices,)
+        counts: tuple[int, ...] = (options.devices,)
     else:
         most = min(MOST_DEVICES, hardware.max_devices)
         doubled = (hardware.devices_per_node << power for power in range(most.bit_length()))
