@@ -274,7 +274,7 @@ def test_execution_refuses_a_fused_kernel_that_it_cannot_choose(tmp_path: Path) 
 def test_pytorch_copies_around_convolutions() -> None:
     """The factor on convolutions is of runs without copies, and is not to shorten these."""
     copying = [name for name in SOFTWARE if COPIES in as_run_by(DGX, name).training]
-    assert sorted(copying) == ["eager", "fsdp", "llm_foundry", "pytorch"]
+    assert sorted(copying) == ["eager", "fsdp", "llm_foundry", "pytorch", "transformers_deepspeed"]
     hardware = as_run_by(DGX, "eager")
     factor = kernel_factor(hardware, Kernel.CONVOLUTION, "float16", 1)
     casts = shipped_software().layered.stacks["eager"]["casts"]
