@@ -43,7 +43,7 @@ def prediction_document(prediction: Prediction) -> Document:
         "p_fits": prediction.p_fits,
         "host_memory_bytes": prediction.host_memory_bytes,
         "software": prediction.software or None,
-        "memory_figures": {name: round(size) for name, size in prediction.memory_figures.items()},
+        "memory_figures": {name: round(size) for name, size in prediction.memory_figures.items()} or None,
         "memory_at_peak": {str(kind): size for kind, size in prediction.memory_at_peak.items()},
         "breakdown": dict(prediction.breakdown),
         **({"start_s": prediction.start_s} if prediction.start_s else {}),

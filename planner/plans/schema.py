@@ -170,7 +170,7 @@ class PredictionModel(_Strict):
     p_fits: Annotated[float, Field(ge=0, le=1)] | None = None
     host_memory_bytes: Count | None = None
     software: Text | None = None
-    memory_figures: dict[Text, Count] = Field(default_factory=dict)
+    memory_figures: dict[Text, Count] | None = None
     memory_at_peak: dict[Text, Count]
     breakdown: dict[Text, Seconds]
 
