@@ -83,7 +83,7 @@ def test_files_are_written_and_read(tmp_path: Path) -> None:
     path = write_plan(small_plan(), tmp_path / "strategy.json", PREDICTION)
     assert read_plan(path) == small_plan()
     unsaid = {"objective_s": None, "analytic_breakdown": {}, "differing_term": None, "start_s": 0.0}
-    unsaid |= dict.fromkeys(("p_fits", "host_memory_bytes", "software"))
+    unsaid |= dict.fromkeys(("p_fits", "host_memory_bytes", "software", "memory_figures"))
     assert read_strategy(path).prediction == {**PREDICTION, **unsaid}
     assert path.read_text().endswith("}\n")
     assert [p.name for p in path.parent.iterdir()] == ["strategy.json"], "nothing is left beside the file"
