@@ -319,8 +319,9 @@ class _Fusion:
             if len(of_input) == len(members):
                 yield from self._as_one(of_input, {-1: ratio, -2: ratio}, 1.0)
             if len(of_weight) == len(members):
-                left = self.base(nodes[of_weight[0]].tensor_inputs[-2]) == tensor
-                yield from self._as_one(of_weight, {-1: ratio if left else 1.0, -2: 1.0 if left else ratio}, ratio)
+                on_left = self.base(nodes[of_weight[0]].tensor_inputs[-2]) == tensor
+                wider, other = (-1, -2) if on_left else (-2, -1)
+                yield from self._as_one(of_weight, {wider: ratio, other: 1.0}, ratio)
 
     def _as_one(
         self, members: list[int], factors: Mapping[int, float], result: float

@@ -121,7 +121,7 @@ def _to_json(network: Network) -> dict[str, Any]:
 
 def _from_json(held: dict[str, Any]) -> Network:
     inputs = tuple(InputSpec(**{**one, "shape": tuple(one["shape"])}) for one in held["inputs"])
-    plain = {name: tuple(held[name]) if isinstance(held[name], list) else held[name] for name in _PLAIN}
+    plain: dict[str, Any] = {name: tuple(held[name]) if isinstance(held[name], list) else held[name] for name in _PLAIN}
     return Network(**plain, inputs=inputs, make=_not_made, marks=Marks(modules=tuple(held["modules"])))
 
 
