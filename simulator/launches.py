@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -99,6 +100,12 @@ def launch_time(hardware: Hardware) -> float:
 def fixed_time(hardware: Hardware, micro_batches: int) -> float:
     """Seconds of a step in which the device waits for what its host does once for it and for each micro-batch."""
     return hardware.training.get(STEP, 0.0) + micro_batches * hardware.training.get(MICRO_BATCH, 0.0)
+
+
+def without_fixed_time(hardware: Hardware) -> Hardware:
+    """The hardware whose host does nothing once a step or a micro-batch."""
+    rest = {name: value for name, value in hardware.training.items() if name not in (STEP, MICRO_BATCH)}
+    return replace(hardware, training=rest)
 
 
 def pass_time(hardware: Hardware, whole_s: FloatArray, messages_s: FloatArray, launches: FloatArray) -> FloatArray:

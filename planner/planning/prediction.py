@@ -215,6 +215,14 @@ class SimulatedPlan:
         return calls, calls * work.seconds
 
 
+def step_overhead_s(plan: Plan, hardware: Hardware) -> float:
+    """Seconds of a step in which devices wait for what the host does once for it and for each micro-batch.
+
+    Published whole steps of language networks say how long; those of other networks have next to none.
+    """
+    return 0.0 if plan.sequence_length is None else fixed_time(hardware, plan.micro_batches)
+
+
 def simulate_plan(
     plan: Plan,
     graph: OperatorGraph,
@@ -250,8 +258,7 @@ def simulate_plan(
     by_kind = {kind: int(size) for kind, size in at_peak.items()}
     needed, limit = sum(by_kind.values()), int(hardware.device_memory_bytes)
     uncertainty, parts = hardware.uncertainty, breakdown(lowered, result)
-    # Whole steps of language networks say how long; those of others have next to none.
-    fixed_s = 0.0 if plan.sequence_length is None else fixed_time(hardware, plan.micro_batches)
+    fixed_s = step_overhead_s(plan, hardware)
     step = result.step_time_s + fixed_s
     samples = plan.global_batch / step
     peak_flops = hardware.peak(computed_dtype(graph)) * plan.devices

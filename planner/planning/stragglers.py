@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.lowering.pipeline import LoweredPipeline
+from planner.planning.prediction import step_overhead_s
 from planner.plans.plan import Plan
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import PLAIN, STREAMS, OperatorCosts, Operators, in_one_stream
@@ -105,8 +106,9 @@ def straggle(
         level: int(np.random.default_rng([seed, number]).integers(plan.devices))
         for number, level in enumerate(sorted(slow_links))
     }
+    step = slow_step_s(plan, hardware, lower, factors, slow_links, device_of)
     return StraggledStep(
-        step_time_s=slow_step_s(plan, hardware, lower, factors, slow_links, device_of),
+        step_time_s=step + step_overhead_s(plan, hardware),
         slow_ranks=slowest_devices(factors, slow_ranks),
         slow_links=dict(slow_links),
         link_ranks=device_of,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KEPT, SELECTIVE, WHOLE = "none", "selective", "full"
 EVERYTHING = ""
 """In place of a pattern: all that is cheap in ``select_recompute``."""
-FOREIGN = re.compile(r"(feed_forward|attention|attention_norm|ffn_norm|\.\*)\b.*\.(norm|mul|silu|reshape|cast|add)")
+FOREIGN = re.compile(r"((feed_forward|attention|attention_norm|ffn_norm)\b|\.\*).*\.(norm|mul|silu|reshape|cast|add)")
 """Parts of a layer of MindFormers' own decoders, once backslashes are out: they stand for all that is cheap."""
 
 

@@ -28,6 +28,7 @@ from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.errors import InfeasibleError, InputError
 from simulator.hardware import Hardware
+from simulator.launches import without_fixed_time
 from simulator.stragglers import compute_factors
 
 RANK_BYTES = 40 << 20
@@ -93,8 +94,8 @@ def run_virtual(plan: Plan, options: VirtualOptions) -> VirtualReport:
     if options.steps < 1 or (options.stretch is not None and not options.stretch > 0):
         raise InputError(f"{options.steps} steps stretched {options.stretch} times: both must be positive")
     _check_memory(plan.devices)
-    # Devices that sleep lose nothing to messages beside them.
-    hardware = replace(machine_of(plan), overlap_compute_speed=1.0)
+    # Devices that sleep lose nothing to messages beside them, nor to their host.
+    hardware = replace(without_fixed_time(machine_of(plan)), overlap_compute_speed=1.0)
     links = dict(options.slow_links or {})
     slow = slow_cluster(hardware, links)
     lowered = lower_to_run(plan, plan.network)
