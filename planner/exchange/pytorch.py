@@ -477,7 +477,6 @@ class _Writer:
         wanted |= {"Heads", "with_heads"} if self.cut.heads else set()
         wanted |= {"split_sequence"} if self.cut.splits else set()
         wanted |= {"tied_parameters", "tie"} if self.cut.tied and self.tensor > 1 else set()
-        wanted |= {"KEPT", "aten", "selective"} if "selective" in self.modes else set()
         for name, text in _sources().items():
             if name in wanted:
                 yield from (["", "", text] if text.startswith(("class", "def")) else [text])
@@ -493,8 +492,7 @@ class _Writer:
             yield from self._tensor_lines()
         for mode in self.modes:
             yield f"    for name in {self.held(mode.upper())}:"
-            context = ", context_fn=selective" if mode == "selective" else ""
-            yield f"        parts[{self.key}] = checkpoint_wrapper(parts[{self.key}]{context})"
+            yield f"        parts[{self.key}] = checkpoint_wrapper(parts[{self.key}])"
             yield f"        module.set_submodule({self.key}, parts[{self.key}])"
         axes = '"dp_replicate", "dp_shard"' if self.replicas > 1 else '"dp_shard"'
         yield "    options: Any = {"
@@ -608,7 +606,6 @@ _FROM = {
     ),
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ("checkpoint_wrapper",),
     "torch.overrides": ("TorchFunctionMode",),
-    "torch.utils.checkpoint": ("CheckpointPolicy", "create_selective_checkpoint_contexts"),
     "collections.abc": ("Callable", "Iterable", "Mapping", "Sequence"),
     "typing": ("Any",),
     "torch": ("Tensor", "nn"),

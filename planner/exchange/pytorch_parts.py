@@ -16,24 +16,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-aten = torch.ops.aten
-KEPT = {
-    *(aten.mm.default, aten.addmm.default, aten.convolution.default, aten.embedding.default),
-    aten._scaled_dot_product_flash_attention.default,
-    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default),
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
-
-
-def selective() -> tuple[Any, Any]:
-    """Contexts of selective recomputation: products, lookups and attention are kept, the rest computes again."""
-    return create_selective_checkpoint_contexts(  # type: ignore[no-any-return, no-untyped-call]
-        lambda context, op, *args, **kwargs: (
-            CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-        )
-    )
 
 
 class Whole(ParallelStyle):

@@ -51,7 +51,7 @@ SEQUENCE = ("tp=2", "sequence_parallel=true", "micro_batch=2")
 
 
 def test_a_file_names_the_user_s_modules_and_pytorch_s_parts(llama: str, tmp_path: Path) -> None:
-    plan = planned(llama, *SEQUENCE, "pp=1", "optimizer_sharding=zero3", "recompute=selective")
+    plan = planned(llama, *SEQUENCE, "pp=1", "optimizer_sharding=zero3", "recompute=full")
     strategy, out = write_plan(plan, tmp_path / "strategy.json"), tmp_path / "plan.py"
     done = CliRunner().invoke(app, ["export", str(strategy), "--to", "pytorch", "--out", str(out), "--json", "--quiet"])
     assert done.exit_code == 0, done.output
@@ -67,7 +67,7 @@ def test_a_file_names_the_user_s_modules_and_pytorch_s_parts(llama: str, tmp_pat
         "RowwiseParallel(output_layouts=Shard(1))",
         'UNITS = [*(f"model.layers.{n}" for n in range(0, 4))]',
         '"reshard_after_forward": True',
-        "context_fn=selective",
+        "checkpoint_wrapper(",
         "MICRO_BATCH = 2  # samples; of 8 a step and rank",
         "sizes = (1, 1, 2, 2)",
     ):
@@ -85,6 +85,12 @@ def test_what_pytorch_s_parts_cannot_run_is_refused_or_rounded(llama: str) -> No
     assert [one.rounded_to for one in rounded.cannot_say] == ["optimizer_sharding=zero1"]
     assert 'Pipeline(parts, stages, "1F1B", MICRO_BATCH)' in rounded.written.text
     assert '["model.embed_tokens", "model.layers.0", "model.layers.1"]' in rounded.written.text
+
+
+def test_selective_recomputation_becomes_full(llama: str) -> None:
+    plan = planned(llama, "tp=1", "pp=1", "optimizer_sharding=zero3", "micro_batch=2", "recompute=selective")
+    rounded = export_module(plan, load_network(llama).capture(), rounds=True)
+    assert [one.rounded_to.split()[0] for one in rounded.cannot_say] == ["recompute=full"]
 
 
 def test_parameters_of_two_stages_are_refused() -> None:
@@ -113,7 +119,7 @@ def test_a_module_that_counts_all_heads_is_told() -> None:
 @pytest.mark.parametrize(
     ("network", "pins", "applied"),
     [
-        ("llama", (*SEQUENCE, "pp=1", "optimizer_sharding=zero3", "recompute=selective"), False),
+        ("llama", ("tp=1", "pp=1", "micro_batch=2", "optimizer_sharding=zero3", "recompute=full"), False),
         ("llama", (*SEQUENCE, "pp=2", "schedule=1f1b", "recompute=full"), True),
         ("zoo:gpt2", ("tp=2", "pp=1", "micro_batch=2", "optimizer_sharding=zero1", "recompute=none"), False),
         (
