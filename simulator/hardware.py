@@ -189,6 +189,7 @@ class Hardware:
     them the roofline of ``kernels`` counts. ``overlap_compute_speed`` and ``overlap_transfer_speed`` are the
     parts of their speed that kernels and messages keep while they run at the same time. ``training`` holds factors
     that whole training steps put on kernels and messages: `planner.published.estimate.coefficients` says which.
+    ``board_power_w`` is the power of a device under full load in W, None where a profile does not say;
     ``host_memory_bytes`` are those of a node's host, infinite where a profile does not say;
     ``host_memory_bandwidth`` is that of a node's processors in bytes/s, ``disk_bandwidth`` that of its disks; its
     devices share both.
@@ -223,6 +224,7 @@ class Hardware:
     collective_overhead_s: float = 0.0
     host_memory_bandwidth: float = HOST_MEMORY_BANDWIDTH
     host_memory_bytes: float = math.inf
+    board_power_w: float | None = None
     disk_bandwidth: float = DISK_BANDWIDTH
     collective_algorithms: tuple[str, ...] = ("tree", "hierarchical", "switch")
     pinned_algorithms: Mapping[Collective, str] = field(default_factory=dict)

@@ -57,6 +57,7 @@ class DevicePart(Part):
     memory_bandwidth_bytes_per_s: Sourced[Positive]
     peak_flops: Annotated[dict[Dtype, Sourced[Positive]], Field(min_length=1)]
     multiprocessors: Sourced[Count] | None = None
+    board_power_w: Sourced[Positive] | None = None
     own_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
     shared_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
     pace_s: Sourced[Positive] | None = None  # of profiles that know no conditions; nothing reads it
@@ -247,6 +248,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         description=profile.description,
         device_name=device.name,
         device_memory_bytes=device.memory_bytes.value - device.reserved_memory_bytes.value,
+        board_power_w=float(device.board_power_w.value) if device.board_power_w else None,
         memory_bandwidth=device.memory_bandwidth_bytes_per_s.value,
         peak_flops=_values(device.peak_flops),
         default_precision=profile.default_precision.value,

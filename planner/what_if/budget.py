@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 
 MOST_DEVICES = 1024
 """Device counts are doubled up to this where none is given."""
-BOARD_POWER_W: Mapping[str, tuple[float, str]] = {
-    "NVIDIA V100-SXM2-16GB": (300.0, "datasheet: NVIDIA V100, SXM2: 300 W"),
-    "NVIDIA V100-SXM2-32GB": (300.0, "datasheet: NVIDIA V100, SXM2: 300 W"),
-    "NVIDIA A100-SXM4-40GB": (400.0, "datasheet: NVIDIA A100 40GB, SXM: 400 W"),
-    "NVIDIA A100-SXM4-80GB": (400.0, "datasheet: NVIDIA A100 80GB, SXM: 400 W"),
-    "NVIDIA A100-PCIe-40GB": (250.0, "datasheet: NVIDIA A100 40GB, PCIe: 250 W"),
-    "NVIDIA A100-PCIe-80GB": (300.0, "datasheet: NVIDIA A100 80GB, PCIe: 300 W"),
-    "NVIDIA H100-SXM5-80GB": (700.0, "datasheet: NVIDIA H100, SXM: up to 700 W"),
-    "NVIDIA H200-SXM-141GB": (700.0, "datasheet: NVIDIA H200, SXM: up to 700 W"),
-    "NVIDIA L40S": (350.0, "datasheet: NVIDIA L40S: 350 W"),
-}
-"""Power of a device under full load in W, with its source; what a node takes beside its devices is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +174,9 @@ def _row(options: BudgetOptions, request: PlanRequest, best: Candidate, shared: 
     days = tokens / speed / DAY_S
     low, high = (days * bound / prediction.step_time_s for bound in prediction.interval_s)
     hours, price = 24 * days * request.devices, options.price.get(request.hardware)
-    power = BOARD_POWER_W.get(hardware.device_name)
+    power = hardware.board_power_w
     if power is not None:
-        notes.append(f"energy of devices alone at full power ({power[1]})")
+        notes.append("energy of devices alone at full power")
     return BudgetRow(
         hardware=request.hardware,
         devices=request.devices,
@@ -197,7 +185,7 @@ def _row(options: BudgetOptions, request: PlanRequest, best: Candidate, shared: 
         interval_days=(low, high),
         tokens=tokens,
         cost=None if price is None else price * hours,
-        energy_kwh=None if power is None else power[0] * hours / 1000,
+        energy_kwh=None if power is None else power * hours / 1000,
         goodput=useful,
         meets=options.within_s is None or days * DAY_S <= options.within_s * (1 + 1e-9),
         notes=tuple(notes),
