@@ -24,26 +24,28 @@ LEAST_ROWS = 5
 STEPS = 21
 
 
-def quantiles(ratios: dict[str, list[float]]) -> list[float]:
+def quantiles(ratios: dict[str, list[float]], steps: int) -> list[float]:
     """Quantiles of the ratios of all sources in equal steps of probability, each source with the same weight."""
     known = {name: found for name, found in ratios.items() if len(found) >= LEAST_ROWS}
     values = np.array([ratio for found in known.values() for ratio in found])
     weights = np.array([1 / len(found) for found in known.values() for _ in found])
     order = np.argsort(values)
     reached = np.cumsum(weights[order]) - weights[order] / 2
-    shares = np.linspace(0, 1, STEPS) * weights.sum()
+    shares = np.linspace(0, 1, steps) * weights.sum()
     return [round(float(value), 3) for value in np.interp(shares, reached, values[order])]
 
 
 def main(folder: Path) -> None:
-    """Print the quantiles and the number of rows."""
+    """Print the number of rows, the quantiles of the ratios, and the median of how far they are from 1."""
     rows = [row for path in sorted(folder.glob("*.csv")) for row in read_measurements(path)]
     ratios: dict[str, list[float]] = defaultdict(list)
     for row in score(rows, partial(predict_runs, software=shipped_software())):
         if row.measured_memory_bytes and row.predicted_memory_bytes:
             ratios[row.source].append(row.measured_memory_bytes / row.predicted_memory_bytes)
     used = sum(len(found) for found in ratios.values() if len(found) >= LEAST_ROWS)
-    print(f"{used} rows: {quantiles(ratios)}")
+    errors = {name: [abs(ratio - 1) for ratio in found] for name, found in ratios.items()}
+    _, median, _ = quantiles(errors, 3)
+    print(f"{used} rows: {quantiles(ratios, STEPS)}, median error {median:.1%}")
 
 
 if __name__ == "__main__":
