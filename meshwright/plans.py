@@ -1,4 +1,4 @@
-"""Plans: made, read from a file, and what can be done with them."""
+"""Makes plans, reads them from files, and simulates, runs, exports and compares them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from planner.cost.software import run_for
 from planner.lowering.checked import captured
 from planner.planning import summary
+from planner.planning.comparing import STEP, Compared, why_not
 from planner.planning.documents import prediction_document
 from planner.planning.one_stage import Candidate
 from planner.planning.planning import capture_for, plan_network, with_usual_software
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from planner.execution.run import ExecutionReport
     from planner.graph.operator_graph import OperatorGraph
     from planner.networks.network import Network
-    from planner.planning.planning import PlanResult as Found
+    from planner.planning.planning import SearchResult
     from planner.planning.prediction import Prediction
     from planner.plans.hints import Hint
     from reports.timeline import Picture
@@ -112,7 +113,7 @@ def pin_texts(pins: Mapping[str, PinValue]) -> dict[str, str]:
 
 
 class Actions:
-    """What can be done with a plan: with the best one of a `PlanResult`, or with a `TrainingPlan` itself."""
+    """The methods of a plan. A `PlanResult` applies them to its best plan."""
 
     @property
     def _chosen(self) -> TrainingPlan:
@@ -406,17 +407,32 @@ class TrainingPlan(Actions):
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a choice would change: the best plan with it beside the chosen plan.
+    """The best plan with other choices beside the chosen plan.
 
-    ``seconds`` are by part of the step, the other plan's less the chosen one's; ``memory_bytes`` likewise.
-    ``reason`` says why nothing fits where ``instead`` is None.
+    ``instead`` is None where no plan fits with these choices; ``reason`` then says why. ``compared`` lists the
+    differences by part of the step, kind of task and kind of memory.
     """
 
     chosen: TrainingPlan
     instead: TrainingPlan | None
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    memory_bytes: int = 0
-    reason: str = ""
+    compared: Compared = field(repr=False)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing fits where ``instead`` is None."""
+        return self.compared.infeasible
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """By part of the step, seconds of the other plan less those of the chosen one, without small differences."""
+        return {one.what: one.seconds for one in self.compared.differences if one.where == STEP}
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak memory of the other plan less that of the chosen one."""
+        if self.instead is None:
+            return 0
+        return self.instead.prediction.peak_memory_bytes - self.chosen.prediction.peak_memory_bytes
 
     def __repr__(self) -> str:
         from simulator.quantities import bytes_text, seconds_text
@@ -424,11 +440,9 @@ class Explanation:
         if self.instead is None:
             return f"no plan fits: {self.reason}"
         before, after = self.chosen.prediction.step_time_s, self.instead.prediction.step_time_s
-        parts = sorted(self.seconds.items(), key=lambda item: -abs(item[1]))
         listed = ", ".join(
-            f"{name.removesuffix('_s').replace('_', ' ')} {'+' if value > 0 else '−'}{seconds_text(abs(value))}"
-            for name, value in parts
-            if abs(value) > 1e-3 * before
+            f"{name} {'+' if value > 0 else '−'}{seconds_text(abs(value))}"
+            for name, value in sorted(self.seconds.items(), key=lambda item: -abs(item[1]))
         )
         sign = "+" if self.memory_bytes > 0 else "−"
         return (
@@ -460,7 +474,7 @@ class PlanResult(Actions):
     status: str
     notes: tuple[str, ...] = ()
     request: PlanRequest | None = field(default=None, repr=False)
-    found: Found | None = field(default=None, repr=False)
+    found: SearchResult | None = field(default=None, repr=False)
 
     @property
     def best(self) -> TrainingPlan:
@@ -474,7 +488,7 @@ class PlanResult(Actions):
 
     @property
     def prediction(self) -> Prediction:
-        """What the best plan is predicted to do."""
+        """The prediction for the best plan."""
         return self.best.prediction
 
     @property
@@ -502,27 +516,11 @@ class PlanResult(Actions):
         >>> why_not.instead.tp, sum(why_not.seconds.values()) > 0
         (8, True)
         """
-        asked = self._asked()
-        asked = replace(asked, pins={**asked.pins, **pin_texts(pins)}, top=1, sensitivity=False)  # type: ignore[arg-type]
-        other = plan_network(asked, graph=self.best.graph)
-        if not other.candidates:
-            return Explanation(chosen=self.best, instead=None, reason=other.infeasible)
-        instead = _training_plan(other.candidates[0], self.best.graph)
-        mine, theirs = self.prediction, instead.prediction
-        parts = dict.fromkeys([*mine.breakdown, *theirs.breakdown])
-        return Explanation(
-            chosen=self.best,
-            instead=instead,
-            seconds={name: theirs.breakdown.get(name, 0.0) - mine.breakdown.get(name, 0.0) for name in parts},
-            memory_bytes=theirs.peak_memory_bytes - mine.peak_memory_bytes,
-        )
-
-    def _asked(self) -> PlanRequest:
-        if self.request is not None:
-            return self.request
-        from planner.planning.comparing import request_of
-
-        return request_of(self.best.plan)
+        # pin_texts takes any mapping of pins, and a TypedDict is none to the type checker.
+        texts = pin_texts(pins)  # type: ignore[arg-type]
+        found = why_not(self.best.plan, texts, request=self.request, graph=self.best.graph, changes=False)
+        instead = None if found.instead is None else _training_plan(found.instead, self.best.graph)
+        return Explanation(chosen=self.best, instead=instead, compared=found)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of ``meshwright plan --json``, without a strategy file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.planning.planning import Candidate, PlanResult, Prediction
+from planner.planning.planning import Candidate, Prediction, SearchResult
 from planner.plans.plan import Certificate, Plan, Status
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import Rule
@@ -66,9 +66,9 @@ def make_prediction(step_time_s: float = 0.1, samples: int = 32, memory_bytes: i
     )
 
 
-def make_result() -> PlanResult:
+def make_result() -> SearchResult:
     """Three plans, best first."""
-    return PlanResult(
+    return SearchResult(
         status=Status.OPTIMAL,
         candidates=(
             Candidate(plan=make_plan(8, 1), prediction=make_prediction(), reason=""),
@@ -82,9 +82,9 @@ def make_result() -> PlanResult:
     )
 
 
-def infeasible_result() -> PlanResult:
+def infeasible_result() -> SearchResult:
     """No plan fits."""
-    return PlanResult(
+    return SearchResult(
         status=Status.INFEASIBLE,
         candidates=(),
         elapsed_s=0.1,

@@ -34,7 +34,7 @@ from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from planner.cli.config import Configuration, PlanSettings
-    from planner.planning.planning import PlanRequest, PlanResult
+    from planner.planning.planning import PlanRequest, SearchResult
     from planner.search.patience import Patience
 
 WAITING = "interrupted before there was a plan: going on to the first one (again: end with nothing)"
@@ -171,7 +171,7 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, given: P
     _finish(terminal, request, result, path, several=settings.top is not None, verbose=given.verbose)
 
 
-def _planned(request: PlanRequest, patience: Patience) -> PlanResult:
+def _planned(request: PlanRequest, patience: Patience) -> SearchResult:
     """Plans that are searched for on all cores that this process may use."""
     from planner.planning.planning import plan_network
     from simulator.calibration.process import available_cores
@@ -179,17 +179,17 @@ def _planned(request: PlanRequest, patience: Patience) -> PlanResult:
     return plan_network(request, patience=patience, cores=available_cores())
 
 
-def _stored(request: PlanRequest, source: str) -> PlanResult:
+def _stored(request: PlanRequest, source: str) -> SearchResult:
     """The plan of a strategy file, as the one candidate of a search."""
     from planner.exchange.mindspore.entry import read_stored
     from planner.planning.one_stage import Candidate
-    from planner.planning.planning import PlanResult, capture_for
+    from planner.planning.planning import SearchResult, capture_for
 
     started = time.perf_counter()
     graph = capture_for(request)
     captured = time.perf_counter()
     plan, prediction = read_stored(request, graph, source)
-    return PlanResult(
+    return SearchResult(
         status=plan.certificate.status,
         candidates=(Candidate(plan=plan, prediction=prediction, reason=""),),
         elapsed_s=time.perf_counter() - captured,
@@ -227,7 +227,7 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
 
 
 def _finish(
-    terminal: Terminal, request: PlanRequest, result: PlanResult, path: str, *, several: bool, verbose: bool
+    terminal: Terminal, request: PlanRequest, result: SearchResult, path: str, *, several: bool, verbose: bool
 ) -> None:
     """Write the best plan, and with `several` those behind it, and show them."""
     from planner.planning.documents import prediction_document, result_document

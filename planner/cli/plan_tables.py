@@ -17,7 +17,7 @@ from simulator.quantities import bytes_text, percent_text, rate_text, seconds_te
 from simulator.topology import level_of_axis
 
 if TYPE_CHECKING:
-    from planner.planning.planning import Candidate, PlanResult, Prediction
+    from planner.planning.planning import Candidate, Prediction, SearchResult
     from planner.plans.plan import Certificate, Plan
     from planner.what_if import WhatIfRow
     from simulator.hardware import Hardware
@@ -27,7 +27,7 @@ SHOWN_NOTES = 3
 
 
 def plan_report(
-    result: PlanResult, hardware: Hardware, strategy_file: str, *, verbose: bool = False
+    result: SearchResult, hardware: Hardware, strategy_file: str, *, verbose: bool = False
 ) -> Iterable[RenderableType]:
     """What `meshwright plan` says about a result with at least one plan: all of it where it is ``verbose``."""
     best = result.candidates[0]
@@ -79,7 +79,7 @@ def _shares(prediction: Prediction, parts: Sequence[str]) -> list[str]:
     return [percent_text(prediction.breakdown.get(part, 0.0) / whole) for part in parts]
 
 
-def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterable[tuple[str, str]]:
+def _facts(result: SearchResult, hardware: Hardware, strategy_file: str) -> Iterable[tuple[str, str]]:
     best = result.candidates[0]
     plan, certificate = best.plan, best.plan.certificate
     levels = ", ".join(

@@ -27,6 +27,9 @@ MORE = (2.0, 4.0)
 SMALL = 1e-3
 """Differences below this part of a step, or of the memory in use, are left out."""
 
+STEP = "step"
+"""Where a part of the step is: these differences add up to that of the step times, but for the small ones."""
+
 Key = tuple[str, str]
 """What takes time or memory, and where: on the device, in its memory, on a level of links, on the host."""
 
@@ -84,8 +87,24 @@ def request_of(plan: Plan) -> PlanRequest:
     )
 
 
-def why_not(plan: Plan, pins: Mapping[str, str]) -> Compared:
+def why_not(
+    plan: Plan,
+    pins: Mapping[str, str],
+    *,
+    request: PlanRequest | None = None,
+    graph: OperatorGraph | None = None,
+    changes: bool = True,
+) -> Compared:
     """Compare a plan with the best plan under pins.
+
+    Parameters
+    ----------
+    request
+        What the plan was searched for, whose own pins stay; without it, what the plan itself says.
+    graph
+        The network, captured already.
+    changes
+        Whether to search for changes at which the other plan would win.
 
     Seconds are those of a device in one step, the mean of all pipeline ranks: of each kind of task whether hidden or
     not, and of the parts that add up to the step.
@@ -95,19 +114,20 @@ def why_not(plan: Plan, pins: Mapping[str, str]) -> Compared:
     InputError
         A pin is unknown, or contradicts another.
     """
-    request = request_of(plan)
-    shared = SharedTables(capture_for(request))
+    request = request_of(plan) if request is None else replace(request, top=1, sensitivity=False)
+    pins = {**request.pins, **pins}
+    shared = SharedTables(capture_for(request) if graph is None else graph)
     hardware = run_for(plan, load_profile(plan.hardware))
     checked = checked_graph(plan, shared.graph)
     chosen = Candidate(plan=plan, prediction=predict_plan(plan, checked, hardware), reason="")
-    found = plan_network(replace(request, pins=dict(pins)), shared=shared)
+    found = plan_network(replace(request, pins=pins), shared=shared)
     instead = found.candidates[0] if found.candidates else None
     return Compared(
         chosen=chosen,
         instead=instead,
         infeasible=found.infeasible,
         differences=() if instead is None else tuple(_differences(chosen, instead, shared.graph, hardware)),
-        would_win_if=tuple(_changes(chosen, instead, pins, shared, hardware)),
+        would_win_if=tuple(_changes(chosen, instead, pins, shared, hardware)) if changes else (),
     )
 
 
@@ -119,7 +139,7 @@ def _differences(
     for part, seconds in after.breakdown.items():
         more = seconds - before.breakdown.get(part, 0.0)
         if abs(more) > SMALL * before.step_time_s:
-            yield Difference(what=part.removesuffix("_s").replace("_", " "), where="step", seconds=more)
+            yield Difference(what=part.removesuffix("_s").replace("_", " "), where=STEP, seconds=more)
     own, other = task_totals(chosen.plan, graph, hardware), task_totals(instead.plan, graph, hardware)
     tasks = [
         Difference(what=what, where=where, seconds=seconds, bytes=size)

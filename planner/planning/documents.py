@@ -11,7 +11,7 @@ from planner.cost.software_file import shipped_software, shipped_stacks
 
 if TYPE_CHECKING:
     from planner.planning.goodput import PlanGoodput
-    from planner.planning.planning import Candidate, PlanResult, Prediction
+    from planner.planning.planning import Candidate, Prediction, SearchResult
     from planner.planning.stragglers import StraggledStep
     from planner.plans.plan import Certificate, Plan
     from simulator.calibration.fit_profiles import ProfileFit
@@ -100,7 +100,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
     }
 
 
-def search_document(result: PlanResult, mode: str, certificate: Certificate | None) -> Document:
+def search_document(result: SearchResult, mode: str, certificate: Certificate | None) -> Document:
     """What the search did and proved; the numbers of a certificate are null where there is no plan."""
     return {
         "mode": mode,
@@ -122,7 +122,7 @@ def search_document(result: PlanResult, mode: str, certificate: Certificate | No
     }
 
 
-def candidate_document(candidate: Candidate, result: PlanResult, hardware: Hardware) -> Document:
+def candidate_document(candidate: Candidate, result: SearchResult, hardware: Hardware) -> Document:
     """One plan of a result."""
     plan = candidate.plan
     return {
@@ -134,7 +134,7 @@ def candidate_document(candidate: Candidate, result: PlanResult, hardware: Hardw
     }
 
 
-def result_document(result: PlanResult, hardware: Hardware, mode: str, strategy_file: str | None) -> Document:
+def result_document(result: SearchResult, hardware: Hardware, mode: str, strategy_file: str | None) -> Document:
     """The document of ``meshwright plan --json``."""
     if result.candidates:
         best, *others = result.candidates

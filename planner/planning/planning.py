@@ -55,15 +55,15 @@ from simulator.profiles import load_profile
 __all__ = [
     "Candidate",
     "PlanRequest",
-    "PlanResult",
     "Prediction",
+    "SearchResult",
     "capture_for",
     "plan_network",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult:
+class SearchResult:
     """Plans, best first by simulated step time; none when nothing fits, and then `infeasible` says why.
 
     ``elapsed_s`` is everything but the capture; ``simulation_s`` the part of it that lowers and simulates;
@@ -140,7 +140,7 @@ def plan_network(
     patience: Patience | None = None,
     cores: int = 1,
     changes: bool = True,
-) -> PlanResult:
+) -> SearchResult:
     """Search the best plans of a request.
 
     `graph` is its network, captured already; `shared` the same with what earlier requests have made of it.
@@ -156,7 +156,7 @@ def plan_network(
     A KeyboardInterrupt during the search ends it with the best plan so far, and is raised where there is none;
     a `patience` that listens lets the search find one.
 
-    Without `changes` `PlanResult.infeasible` says which limit binds, not with which changes a plan is found, as each
+    Without `changes` `SearchResult.infeasible` says which limit binds, not with which changes a plan is found, as each
     change is a search of its own.
 
     Where the request's software has one mode of recomputation for the whole network, and the best plans have several,
@@ -186,7 +186,7 @@ def plan_network(
     return _merged(result, alone, kept, max(request.top, 1))
 
 
-def _merged(result: PlanResult, alone: list[PlanResult], kept: list[Candidate], top: int) -> PlanResult:
+def _merged(result: SearchResult, alone: list[SearchResult], kept: list[Candidate], top: int) -> SearchResult:
     """Plans of searches with one mode of recomputation each, beside those that the search of all modes has left."""
     ranked = _ranked([*kept, *(candidate for one in alone for candidate in one.candidates)])[:top]
     certificates = [one.candidates[0].plan.certificate for one in alone if one.candidates]
@@ -228,7 +228,7 @@ def _planned(
     patience: Patience,
     cores: int,
     changes: bool,
-) -> PlanResult:
+) -> SearchResult:
     setting = setting_of(request, graph, shared, patience)
     pins, hardware, graph = setting.pins, setting.search.hardware, setting.search.graph
     request = setting.request
@@ -251,7 +251,7 @@ def _planned(
     notes = (*without_rules(graph), *graph.notes, *precision_notes(hardware, setting.dtype))
     notes += tuple(unsharded(candidates[0].plan, graph)) if candidates else ()
     notes += (*costs_left_out(candidates), *idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
-    return PlanResult(
+    return SearchResult(
         status=candidates[0].plan.certificate.status if candidates else Status.INFEASIBLE,
         candidates=candidates,
         elapsed_s=time.perf_counter() - setting.captured,

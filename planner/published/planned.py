@@ -19,7 +19,7 @@ import yaml
 
 from planner.cost.software import fusion_of
 from planner.cost.training_run import RunPrediction, TrainingRun
-from planner.planning.planning import PlanRequest, PlanResult, capture_for, plan_network
+from planner.planning.planning import PlanRequest, SearchResult, capture_for, plan_network
 from planner.planning.shared_tables import SharedTables
 from planner.published.pinned import PinnedRun, pinned_run
 from planner.published.predictions import RECOMPUTED, recomputing
@@ -102,7 +102,7 @@ class Planner:
         self._key: tuple[str, ...] = ()
         self._shared: SharedTables | None = None
 
-    def plan(self, run: PinnedRun, *, limited: bool = True) -> PlanResult:
+    def plan(self, run: PinnedRun, *, limited: bool = True) -> SearchResult:
         """The plan of a run, as `meshwright plan` finds it; without `limited` whatever memory it takes."""
         request = self.workplace.request(run, limited=limited)
         if self._shared is None or self._key != network_key(run):

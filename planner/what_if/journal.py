@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
     from planner.graph.operator_graph import OperatorGraph
-    from planner.planning.planning import PlanRequest, PlanResult
+    from planner.planning.planning import PlanRequest, SearchResult
 
 SUFFIX = ".partial.jsonl"
 JOURNAL = FileKind(name="journal of a sweep", remedy="remove it or choose another --out", max_bytes=1 << 28)
@@ -152,12 +152,12 @@ def _parse(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 @lru_cache(maxsize=1)
-def _results() -> TypeAdapter[PlanResult]:
+def _results() -> TypeAdapter[SearchResult]:
     from pydantic import TypeAdapter
 
-    from planner.planning.planning import PlanResult
+    from planner.planning.planning import SearchResult
 
-    return TypeAdapter(PlanResult)
+    return TypeAdapter(SearchResult)
 
 
 def _digest(text: str) -> str:

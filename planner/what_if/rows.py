@@ -13,7 +13,7 @@ from simulator.errors import InputError, MeshwrightError, UnsupportedError
 from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
-    from planner.planning.planning import Candidate, PlanRequest, PlanResult
+    from planner.planning.planning import Candidate, PlanRequest, SearchResult
     from planner.planning.shared_tables import SharedTables
 
 
@@ -29,7 +29,7 @@ class WhatIfRow:
     hardware: str
     devices: int
     global_batch: int
-    result: PlanResult
+    result: SearchResult
     search_mode: str
     refused: bool = False
     scaling_efficiency: float | None = None
@@ -81,7 +81,7 @@ def plan_point(request: PlanRequest, shared: SharedTables) -> WhatIfRow:
         raise RuntimeError(f"planning {point_name(request)}: {type(error).__name__}: {error}") from error
 
 
-def row_of(request: PlanRequest, result: PlanResult, *, refused: bool = False) -> WhatIfRow:
+def row_of(request: PlanRequest, result: SearchResult, *, refused: bool = False) -> WhatIfRow:
     """The row of a request and what was found for it."""
     return WhatIfRow(
         hardware=request.hardware,
@@ -93,10 +93,10 @@ def row_of(request: PlanRequest, result: PlanResult, *, refused: bool = False) -
     )
 
 
-def _refusal(reason: str) -> PlanResult:
-    from planner.planning.planning import PlanResult
+def _refusal(reason: str) -> SearchResult:
+    from planner.planning.planning import SearchResult
 
-    return PlanResult(
+    return SearchResult(
         status=Status.INFEASIBLE, candidates=(), elapsed_s=0.0, capture_s=0.0, messages=(), infeasible=reason
     )
 

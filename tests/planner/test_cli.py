@@ -58,7 +58,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[planning.PlanRequest]:
     """Plan without searching; gives the requests that were made."""
     requests: list[planning.PlanRequest] = []
 
-    def plan_network(request: planning.PlanRequest, **_: object) -> planning.PlanResult:
+    def plan_network(request: planning.PlanRequest, **_: object) -> planning.SearchResult:
         requests.append(request)
         return make_result()
 

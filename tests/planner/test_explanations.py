@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from planner.planning.explanations import other_choices
-from planner.planning.planning import PlanRequest, PlanResult, plan_network
+from planner.planning.planning import PlanRequest, SearchResult, plan_network
 from simulator.profiles import write_profile
 from tests.planner.search.problems import captured
 
@@ -46,12 +46,12 @@ def with_bandwidth(factor: float) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def planned(hardware: str, pins: Mapping[str, str], *, sensitivity: bool = True) -> PlanResult:
+def planned(hardware: str, pins: Mapping[str, str], *, sensitivity: bool = True) -> SearchResult:
     asked = replace(REQUEST, hardware=hardware, pins={**PINS, **pins}, sensitivity=sensitivity)
     return plan_network(asked, graph=captured("gpt2-tiny"))
 
 
-def objective_s(result: PlanResult) -> float:
+def objective_s(result: SearchResult) -> float:
     """Of the best configuration; plans whose operators were searched one by one have another objective."""
     certificates = [candidate.plan.certificate for candidate in result.candidates]
     return min(c.objective_s for c in certificates if not c.of_mesh)

@@ -17,7 +17,7 @@ from planner.graph.scaling import at_precision
 from planner.lowering.checked import precision_dtype
 from planner.planning import one_stage, planning
 from planner.planning.analytic import differing_term
-from planner.planning.planning import PlanRequest, PlanResult, capture_for, plan_network
+from planner.planning.planning import PlanRequest, SearchResult, capture_for, plan_network
 from planner.planning.prediction import Prediction, predict_plan, simulate_plan
 from planner.plans.file import plan_to_text, read_plan, write_plan
 from planner.plans.plan import Plan, Status, optimizer_sharding, stored_parameters
@@ -35,12 +35,12 @@ from tests.planner.search.problems import captured
 TINY = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16)
 
 
-def planned(request: PlanRequest) -> PlanResult:
+def planned(request: PlanRequest) -> SearchResult:
     return plan_network(request, graph=captured(request.network.removeprefix("zoo:")))
 
 
 @pytest.fixture(scope="module")
-def tiny() -> PlanResult:
+def tiny() -> SearchResult:
     return planned(TINY)
 
 
@@ -57,7 +57,7 @@ def small_profile(folder: Path, memory_bytes: int, *, max_devices: int = 64) -> 
     return str(path)
 
 
-def test_candidates_are_ranked_by_simulated_time_and_say_why_they_lost(tiny: PlanResult) -> None:
+def test_candidates_are_ranked_by_simulated_time_and_say_why_they_lost(tiny: SearchResult) -> None:
     times = [c.prediction.step_time_s for c in tiny.candidates]
     assert times == sorted(times)
     assert len(times) > 1
@@ -71,7 +71,7 @@ def test_candidates_are_ranked_by_simulated_time_and_say_why_they_lost(tiny: Pla
     assert all(shapes.count(shape) == 1 for shape in shapes)
 
 
-def test_a_plan_multiplies_out_and_carries_its_proof(tiny: PlanResult) -> None:
+def test_a_plan_multiplies_out_and_carries_its_proof(tiny: SearchResult) -> None:
     graph = capture_for(TINY)
     for candidate in tiny.candidates:
         plan = candidate.plan
@@ -85,7 +85,7 @@ def test_a_plan_multiplies_out_and_carries_its_proof(tiny: PlanResult) -> None:
     assert tiny.status is tiny.candidates[0].plan.certificate.status is Status.OPTIMAL
 
 
-def test_the_prediction_is_that_of_the_simulated_step(tiny: PlanResult) -> None:
+def test_the_prediction_is_that_of_the_simulated_step(tiny: SearchResult) -> None:
     hardware = load_profile("dgx-a100")
     candidate = next(c for c in tiny.candidates if c.plan.pipeline == 1)
     plan = candidate.plan
@@ -184,7 +184,7 @@ def test_one_device_needs_no_mesh() -> None:
     assert lowered_of(plan, captured("gpt2-tiny")).devices == 1
 
 
-def test_top_limits_the_candidates_and_not_the_search(tiny: PlanResult) -> None:
+def test_top_limits_the_candidates_and_not_the_search(tiny: SearchResult) -> None:
     (one,) = planned(replace(TINY, top=1)).candidates
     assert one.plan == tiny.candidates[0].plan
     assert one.prediction == tiny.candidates[0].prediction
@@ -249,7 +249,7 @@ def test_the_name_of_the_storage_counts_every_range_of_layers(plan: Plan, sharde
 
 
 @pytest.fixture(scope="module")
-def needs(tiny: PlanResult) -> int:
+def needs(tiny: SearchResult) -> int:
     return tiny.candidates[0].prediction.peak_memory_bytes
 
 
@@ -270,7 +270,7 @@ def test_a_tight_memory_is_kept_by_every_candidate(tmp_path: Path, needs: int) -
         assert certificate.gap < 0.15
 
 
-def test_less_memory_never_makes_the_best_plan_faster(tmp_path: Path, tiny: PlanResult, needs: int) -> None:
+def test_less_memory_never_makes_the_best_plan_faster(tmp_path: Path, tiny: SearchResult, needs: int) -> None:
     result = planned(replace(TINY, hardware=small_profile(tmp_path, int(0.6 * needs)), pins={"dp": "4"}))
     free = planned(replace(TINY, pins={"dp": "4"}))
     assert min(c.plan.certificate.objective_s for c in free.candidates) <= min(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import planner.planning.configured
-from planner.planning.planning import PlanRequest, PlanResult, plan_network
+from planner.planning.planning import PlanRequest, SearchResult, plan_network
 from planner.planning.shared_tables import NetworkTables, SharedTables
 from planner.search.units.labels import StageTables
 from simulator.errors import InputError
@@ -18,7 +18,7 @@ GRAPH = captured("mlp")
 REQUEST = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=4, global_batch=32, top=1)
 
 
-def found(result: PlanResult) -> tuple[object, ...]:
+def found(result: SearchResult) -> tuple[object, ...]:
     """All of a result but how long it took."""
     return result.candidates, result.status, result.messages, result.infeasible, result.shadow_prices
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 import planner.planning.planning
 from planner.cli.app import app
-from planner.planning.planning import Candidate, PlanRequest, PlanResult
+from planner.planning.planning import Candidate, PlanRequest, SearchResult
 from simulator.errors import ProfileError
 from tests.results import infeasible_result, make_plan, make_prediction, make_result
 
@@ -30,7 +30,7 @@ class Planner:
         self.requests: list[PlanRequest] = []
         self.patience = 100
 
-    def __call__(self, request: PlanRequest, **_: object) -> PlanResult:
+    def __call__(self, request: PlanRequest, **_: object) -> SearchResult:
         if len(self.requests) == self.patience:
             raise KeyboardInterrupt
         self.requests.append(request)
@@ -41,7 +41,7 @@ class Planner:
         candidate = Candidate(
             plan=make_plan(request.devices, 1), prediction=make_prediction(samples=request.global_batch or 0), reason=""
         )
-        return PlanResult(
+        return SearchResult(
             status=make_result().status, candidates=(candidate,), elapsed_s=0.1, capture_s=0.0, messages=()
         )
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.planning import planning
-from planner.planning.planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
+from planner.planning.planning import Candidate, PlanRequest, SearchResult, capture_for, plan_network
 from planner.what_if import WhatIfOptions, prepare, run
 from planner.what_if.journal import discard, journal_of, point_key, read, writer
 from planner.what_if.rows import WhatIfRow, row_of
@@ -31,7 +31,7 @@ def graph() -> OperatorGraph:
     return capture_for(PlanRequest(network=NETWORK, hardware="dgx-a100", devices=8))
 
 
-def result_of(request: PlanRequest) -> PlanResult:
+def result_of(request: PlanRequest) -> SearchResult:
     if request.devices == 8:
         return infeasible_result()
     plan = make_plan(request.devices // 2, 2, hardware=request.hardware)
@@ -44,7 +44,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
     """Plan without searching; gives what was planned. 64 H100 are refused."""
     made: list[PlanRequest] = []
 
-    def plan_network(request: PlanRequest, *, shared: object) -> PlanResult:
+    def plan_network(request: PlanRequest, *, shared: object) -> SearchResult:
         made.append(request)
         if request.devices == 64 and request.hardware == "dgx-h100":
             raise ProfileError("64 devices do not fit")

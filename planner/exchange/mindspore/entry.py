@@ -15,7 +15,7 @@ from simulator.errors import ContextError, InfeasibleError
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
     from planner.networks.network import Network
-    from planner.planning.planning import PlanResult
+    from planner.planning.planning import SearchResult
     from planner.planning.prediction import Prediction
     from planner.plans.plan import Plan
     from planner.plans.request import PlanRequest
@@ -30,7 +30,7 @@ class Planned:
 
     plan: Plan
     prediction: Prediction
-    result: PlanResult | None
+    result: SearchResult | None
     written: Path | None
 
 

@@ -31,7 +31,7 @@ from planner.planning.analytic import differing_term
 from planner.planning.planning import (
     Candidate,
     PlanRequest,
-    PlanResult,
+    SearchResult,
     capture_for,
     plan_network,
     software_note,
@@ -63,7 +63,7 @@ REFUSED = {"expert_messages": "expert_messages=tokens", "expert_overlap": "exper
 
 
 @cache
-def planned(software: str = "", attention: str = "", **pins: str) -> PlanResult:
+def planned(software: str = "", attention: str = "", **pins: str) -> SearchResult:
     request = PlanRequest(
         network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False,
         pins=pins, software=software, attention=attention,

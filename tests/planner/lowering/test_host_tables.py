@@ -28,7 +28,7 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.placed import local_share
 from planner.lowering.stages import BACKWARD, FORWARD, lower_stages
 from planner.networks import load_network
-from planner.planning.planning import PlanRequest, PlanResult, plan_network
+from planner.planning.planning import PlanRequest, SearchResult, plan_network
 from planner.planning.prediction import predict_plan, simulate_plan
 from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.plan import Plan
@@ -269,7 +269,7 @@ def test_sums_of_tables_and_of_other_parameters_travel_apart() -> None:
     assert [task.on_host for task in messages] == [parameters <= on_host for parameters in sums]
 
 
-def planned(network: str, hardware: str = HARDWARE, devices: int = 1, **pins: str) -> PlanResult:
+def planned(network: str, hardware: str = HARDWARE, devices: int = 1, **pins: str) -> SearchResult:
     optimizer = pins.pop("optimizer", None)
     request = PlanRequest(network=network, hardware=hardware, devices=devices, global_batch=64, pins=pins)
     return plan_network(replace(request, optimizer=optimizer, sensitivity=False, top=1), graph=captured(network))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from planner.cost.work import optimizer
 from planner.graph.scaling import at_batch
-from planner.planning.planning import PlanRequest, PlanResult, plan_network
+from planner.planning.planning import PlanRequest, SearchResult, plan_network
 from planner.plans.hints import Hint, hint
 from planner.plans.plan import Plan, Status, expanded_rules
 from planner.search.problem.by_data import FREE_AXES
@@ -144,7 +144,9 @@ def test_what_the_data_axis_does_not_cut_is_left_to_meshes_that_have_no_other() 
 # Plans
 
 
-def planned(network: str = "gpt2-tiny", *, devices: int = 8, mode: str = "auto_parallel", **options: Any) -> PlanResult:
+def planned(
+    network: str = "gpt2-tiny", *, devices: int = 8, mode: str = "auto_parallel", **options: Any
+) -> SearchResult:
     usual: dict[str, Any] = {"pins": {"pp": "2"}, "global_batch": 16, "top": 1, "sensitivity": False}
     given_options = usual | options
     request = PlanRequest(

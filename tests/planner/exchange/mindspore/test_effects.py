@@ -17,7 +17,7 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.planning import planning
-from planner.planning.planning import PlanResult
+from planner.planning.planning import SearchResult
 from planner.plans.file import read_plan
 from planner.plans.plan import Plan, Status
 from simulator.errors import InfeasibleError
@@ -165,7 +165,7 @@ def test_a_file_that_does_not_fit_is_refused(
 
 
 def test_an_infeasible_network_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = PlanResult(
+    nothing = SearchResult(
         status=Status.INFEASIBLE, candidates=(), elapsed_s=1.0, capture_s=0.0, messages=(), infeasible="42 GiB over"
     )
     monkeypatch.setattr(planning, "plan_network", lambda request, graph: nothing)
