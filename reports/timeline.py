@@ -20,7 +20,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from planner.planning.prediction import OperatorRun, SimulatedPlan, operator_run
+from planner.planning.prediction import HOST, OperatorRun, SimulatedPlan, operator_run
 from simulator.pipeline_memory import RankMemory
 from simulator.pipeline_operators import EPILOGUE, LABELS, MEETING, PROLOGUE, STREAMS
 from simulator.pipeline_trace import action_times
@@ -207,6 +207,9 @@ def drawn_step(step: SimulatedStep) -> Picture:
     """Picture of a simulated step."""
     plan = step.plan
     title = f"{plan.network} on {plan.devices} × {plan.hardware}: {seconds_text(step.prediction.step_time_s)}"
+    host_s = step.prediction.breakdown.get(HOST, 0.0)
+    if host_s:  # devices wait for it, before, between or behind what is drawn
+        title += f", of which {seconds_text(host_s)} the host's"
     return step_picture(step.found, title=title)
 
 
