@@ -29,7 +29,7 @@ SHOWN_NOTES = 3
 def plan_report(
     result: SearchResult, hardware: Hardware, strategy_file: str, *, verbose: bool = False
 ) -> Iterable[RenderableType]:
-    """What `meshwright plan` says about a result with at least one plan: all of it where it is ``verbose``."""
+    """The text of `meshwright plan` for a result that has a plan; ``verbose`` adds the details."""
     best = result.candidates[0]
     yield Text(heading(best.plan, hardware), style="bold")
     yield Padding(candidate_table(result.candidates), (1, 0, 1, 0))

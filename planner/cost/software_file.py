@@ -86,7 +86,7 @@ class LayeredPart(Part):
 
 
 class MemoryHabits(Part):
-    """What software holds in device memory: fields of `planner.cost.training_run.TrainingSetup`.
+    """How software uses device memory: fields of `planner.cost.training_run.TrainingSetup`.
 
     ``gradient_bytes`` are those of a 16-bit gradient as it is kept and summed, 0 where that is as the stack has it
     (`planner.cost.memory.states.usual_gradient_bytes`).

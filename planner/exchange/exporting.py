@@ -96,7 +96,7 @@ def nearest_plan(
 
 
 def _losses(plan: Plan, graph: OperatorGraph, table: Capability, *, rounds: bool) -> tuple[TrainingConfig, list[_Loss]]:
-    """What a plan says, and what of it a framework cannot run; InputError where that is not to be rounded."""
+    """Return a plan's configuration and the choices a framework cannot run; InputError unless those are rounded."""
     overlaps = SOFTWARE[plan.software].overlaps if plan.software else True
     config = config_of(plan, graph, overlaps=overlaps)
     losses = [*_of_config(config, table), *_beyond(plan)]

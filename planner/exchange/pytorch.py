@@ -205,7 +205,7 @@ COLUMNS, ROWS, LOOKUP, PLAIN = "columns", "rows", "lookup", "plain"
 
 
 class _Tensors:
-    """What a plan's rules for tensor ranks say of modules with parameters."""
+    """The tensor-parallel style of each module with parameters, from the plan's rules."""
 
     def __init__(self, plan: Plan, graph: OperatorGraph, owners: Mapping[str, Sequence[int]]) -> None:
         self.graph, self.owners = graph, owners
@@ -337,7 +337,7 @@ def _plain_style(tensors: _Tensors, name: str, *, sequence: bool) -> tuple[str, 
 
 @dataclass(slots=True)
 class _Between:
-    """What lies between products that cut their results and those that sum them up.
+    """The modules between products that shard their results and those that sum them.
 
     Attributes
     ----------
@@ -441,7 +441,7 @@ class _Writer:
         yield '"""'
 
     def constants(self) -> Iterator[str]:
-        """What the plan says of modules, by name."""
+        """The constants of the file: module names for each choice of the plan."""
         plan, cut = self.plan, self.cut
         yield f"MICRO_BATCH = {plan.micro_batch}  # samples; of {plan.micro_batch * plan.micro_batches} a step and rank"
         if cut.units:

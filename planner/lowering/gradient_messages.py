@@ -206,7 +206,7 @@ class GradientWriter:
         return self.written.accumulations[key]
 
     def _waits(self, operators: Iterable[int]) -> list[int]:
-        """Those of the operators that kernels do not follow by themselves."""
+        """The operators that later kernels must wait for explicitly."""
         return sorted({one for one in operators if self.draft.stream[one] != KERNELS})
 
     def _behind(self, value: Value) -> tuple[int, list[int]]:

@@ -1,4 +1,4 @@
-"""What a caller may give as a network: a specification, a factory, a model of transformers, or a module."""
+"""Accepts a network as a specification, a factory, a transformers model or a module."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class LayerActivations:
     working: float
 
     def kept(self, setup: TrainingSetup, mode: Recompute) -> float:
-        """What stands between forward and backward of a layer of which `mode` is computed again."""
+        """Bytes that a layer keeps from forward to backward when `mode` is recomputed."""
         if mode is Recompute.FULL:
             return self.input
         core = self.core if mode is Recompute.SELECTIVE else 0.0

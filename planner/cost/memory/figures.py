@@ -86,7 +86,7 @@ class StageMemory:
         return shown + self.context if outside else shown
 
     def by_kind(self) -> dict[str, float]:
-        """What the allocator holds, by `simulator.program.BufferKind`; the kinds add up to ``reserved_bytes``."""
+        """Bytes that the allocator holds, by `simulator.program.BufferKind`; they add up to ``reserved_bytes``."""
         held = {
             BufferKind.PARAMETER: self.parameters,
             BufferKind.GRADIENT: self.gradients - self.late,

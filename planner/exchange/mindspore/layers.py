@@ -59,7 +59,7 @@ class LayerSettings:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is followed only nearly."""
+        """The settings that the plan follows only approximately."""
         foreign = [choice.pattern for choice in self.select if is_foreign(choice.pattern)]
         if not foreign:
             return ()

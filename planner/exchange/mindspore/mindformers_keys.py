@@ -36,7 +36,7 @@ MODEL_KEYS = frozenset({"offset", "pp_interleave_num"})
 SCHEDULERS: Mapping[str, str] = {"1f1b": "1f1b", "gpipe": "gpipe", "zero_bubble_v": "zbv"}
 """Values of ``parallel.pipeline_config.pipeline_scheduler`` with their schedules."""
 SPLITTING = ("seqpipe", "seqvpp", "seqsmartvpp")
-"""Those that split sequences as well, which no plan does."""
+"""Schedules that also split sequences, which no plan does."""
 MODES: Mapping[int, str] = {
     0: "data_parallel",
     1: "semi_auto_parallel",
