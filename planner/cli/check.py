@@ -29,6 +29,13 @@ class CheckedFormat(StrEnum):
     TORCHTITAN_OLD = "torchtitan-0.2"
     DEEPSPEED = "deepspeed"
     ACCELERATE = "accelerate"
+    AUTOMODEL = "automodel"
+    MINDFORMERS = "mindformers"
+    MINDFORMERS_PYNATIVE = "mindformers-pynative"
+    MINDSPEED = "mindspeed"
+    MINDSPEED_FSDP2 = "mindspeed-fsdp2"
+    GALVATRON = "galvatron"
+    SIMUMAX = "simumax"
 
 
 def check(

@@ -115,7 +115,7 @@ def check(
     known, read = read_file(path, form)
     config = read.config if devices is None else replace(read.config, devices=devices)
     problems = tuple(dict.fromkeys([*read.violations, *known.violations(config)]))
-    said = Checked(form=known, read=replace(read, config=config), problems=problems)
+    said = Checked(form=known, read=replace(read, config=config), problems=problems, notes=read.notes)
     if problems:
         return said
     missing = [
@@ -126,7 +126,7 @@ def check(
         if not value
     ]  # fmt: skip
     if missing:
-        return replace(said, notes=(f"nothing is predicted without {' and '.join(missing)}",))
+        return replace(said, notes=(*said.notes, f"nothing is predicted without {' and '.join(missing)}"))
     with _network(network, read) as spec:
         base = PlanRequest(
             network=spec, hardware=str(hardware), devices=config.devices or 1, global_batch=config.global_batch,
@@ -140,7 +140,7 @@ def _software(form: ExchangeFormat, read: ReadConfig) -> str:
     """The software that runs a configuration: with habits of its own where nothing travels beside kernels."""
     names = form.table.software
     waits = read.config.overlap_gradients is False and (read.config.dp or 1) > 1
-    return "megatron_lm" if waits and "megatron_lm" in names else next(iter(names), "torchtitan")
+    return "megatron_lm" if waits and "megatron_lm" in names else next(iter(names), form.timed_as)
 
 
 def _states_network(read: ReadConfig) -> bool:
@@ -167,11 +167,14 @@ def _predicted(said: Checked, base: PlanRequest, *, better: bool) -> Checked:
         asked = pinned(said.read.config, base, shared.graph)
         result = plan_network(asked.request, shared=shared)
     except UnsupportedError as error:
-        return replace(said, notes=(f"not predicted: {error}",))
+        return replace(said, notes=(*said.notes, f"not predicted: {error}"))
     except InputError as error:
         return replace(said, problems=(_violation(str(error), said.form.keys),))
     said = replace(
-        said, notes=(*asked.notes, *_beside(asked)), fits=bool(result.candidates), infeasible=result.infeasible
+        said,
+        notes=(*said.notes, *asked.notes, *_beside(asked)),
+        fits=bool(result.candidates),
+        infeasible=result.infeasible,
     )
     if result.candidates:
         said = replace(said, found=result.candidates[0])

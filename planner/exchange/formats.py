@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeAlias
 
-from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
+from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig, even_layers
 from planner.plans.capability import Capability, capabilities
 from simulator.errors import InputError
 from simulator.input_file import FileKind
@@ -46,12 +46,14 @@ class ReadConfig:
     sizes : sizes of the network by the keys of a Hugging Face configuration, as far as the file states them
     not_read : keys that say nothing of the plan, or are not known
     violations : rules of the framework that the file breaks
+    notes : what of the file is read only nearly, or has no effect
     """
 
     config: TrainingConfig
     sizes: Mapping[str, int | str] = field(default_factory=dict)
     not_read: tuple[str, ...] = ()
     violations: tuple[Violation, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 Rules: TypeAlias = Callable[[TrainingConfig], Iterator[Violation]]
@@ -71,6 +73,7 @@ class ExchangeFormat:
     write, read : from a configuration that the framework can run to text, and back
     recognises : whether a file, by its name and text, is of this format
     rules : rules of the framework across fields, beside those of its table
+    timed_as : software whose times `check` takes where the table names none; "" for what is usual on the hardware
     """
 
     name: str
@@ -83,6 +86,7 @@ class ExchangeFormat:
     read: Callable[[str, str], ReadConfig]
     recognises: Callable[[str, str], bool]
     rules: Rules = field(default=lambda config: iter(()))
+    timed_as: str = ""
 
     @property
     def table(self) -> Capability:
@@ -269,7 +273,10 @@ def _experts(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
     if tensor == 1 or (cut in (1, tensor) and ("whole" if cut == 1 else "width") in table.expert_cut):
         return {}
     # Ranks that cut experts along their width get whole ones of their own, or the other way round.
-    return {"etp": 1, "ep": (config.ep or 1) * cut} if "whole" in table.expert_cut else {"etp": tensor}
+    expert = config.ep or 1
+    if "whole" in table.expert_cut:
+        return {"etp": 1, "ep": expert * cut}
+    return {"etp": tensor, "ep": expert // tensor if cut == 1 and expert % tensor == 0 else expert}
 
 
 def _schedule(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
@@ -313,13 +320,17 @@ def _shard_group(config: TrainingConfig, table: Capability) -> Mapping[str, obje
 
 
 def _recompute(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    mode = config.recompute
-    if mode is None or mode in table.recompute or (mode == "mixed" and table.recompute_by_layer):
+    mode, modes = config.recompute, config.recompute_layers or ()
+    if mode is None or mode in table.recompute:
         return {}
     order = ("none", "selective", "full")
-    modes = config.recompute_layers or ()
+    if mode == "mixed" and table.recompute_by_layer:
+        # What computes again more takes less memory: the plan still fits.
+        known = tuple("full" if one not in table.recompute else one for one in modes)
+        if len(set(known)) > 1:
+            return {} if known == modes else {"recompute_layers": known}
+        return {"recompute": known[0], "recompute_layers": ()}
     found = max((mode for mode in modes), key=order.index, default=mode)
-    # What computes again more takes less memory: the plan still fits.
     nearest = next((name for name in order[order.index(found) :] if name in table.recompute), "none")
     count = 0
     if nearest == "full" and mode == "mixed" and modes and set(modes) <= {"none", "full"} and table.recompute_count:
@@ -335,16 +346,12 @@ def _recompute(config: TrainingConfig, table: Capability) -> Mapping[str, object
 def _most_full(modes: tuple[str, ...], config: TrainingConfig) -> int:
     """Layers that compute again in the chunk that has most of them."""
     chunks = (config.pp or 1) * (config.vpp or 1)
-    sizes = config.layers or _even(len(modes), chunks)
+    sizes = config.layers or even_layers(len(modes), chunks)
     start, most = 0, 0
     for size in sizes:
         most = max(most, sum(mode == "full" for mode in modes[start : start + size]))
         start += size
     return most
-
-
-def _even(layers: int, chunks: int) -> tuple[int, ...]:
-    return tuple(layers // chunks + (place < layers % chunks) for place in range(chunks))
 
 
 def _precision(config: TrainingConfig, table: Capability) -> Mapping[str, object]:

@@ -210,17 +210,28 @@ def environment(config: TrainingConfig) -> dict[str, str]:
 def write(config: TrainingConfig) -> Written:
     """The script: a file to be sourced before ``torchrun … pretrain_gpt.py "${PLAN_ARGS[@]}"``."""
     variables = environment(config)
+    title = f"Megatron-LM {VERSION} (megatron-core 0.19.2)"
+    return Written(text=script(config, title, arguments(config), variables), environment=variables)
+
+
+def script(
+    config: TrainingConfig,
+    title: str,
+    options: Mapping[str, tuple[str, ...]],
+    variables: Mapping[str, str],
+) -> str:
+    """The text of a script with arguments and variables; `title` names framework and version."""
     lines = [
         "#!/usr/bin/env bash",
-        f"# A plan of Meshwright for Megatron-LM {VERSION} (megatron-core 0.19.2). Source it, then start",
+        f"# A plan of Meshwright for {title}. Source it, then start",
         '# torchrun … pretrain_gpt.py "${PLAN_ARGS[@]}" with the arguments of your model and data.',
         f"{DEVICES[0]}={config.devices}",
         *(f"export {name}={value}" for name, value in variables.items()),
         "PLAN_ARGS=(",
-        *(f"    {' '.join((flag, *map(_quoted, values)))}" for flag, values in arguments(config).items()),
+        *(f"    {' '.join((flag, *map(_quoted, values)))}" for flag, values in options.items()),
         ")",
     ]
-    return Written(text="\n".join(lines) + "\n", environment=variables)
+    return "\n".join(lines) + "\n"
 
 
 def _quoted(value: str) -> str:

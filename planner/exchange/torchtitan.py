@@ -19,7 +19,7 @@ from typing import Any
 
 from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written
 from planner.exchange.shell import read_script
-from planner.exchange.training_config import TrainingConfig
+from planner.exchange.training_config import TrainingConfig, layers_of_parts, module_parts
 from simulator.errors import InputError
 
 SCHEDULES: Mapping[str, str] = {
@@ -121,7 +121,7 @@ def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
         parallel |= {
             "pipeline_parallel_schedule": SCHEDULES[str(config.schedule)],
             "pipeline_parallel_microbatch_size": micro,
-            "module_fqns_per_model_part": _parts(config, era.head),
+            "module_fqns_per_model_part": module_parts(config, "tok_embeddings", "layers.{}", ["norm", era.head]),
         }
         training["local_batch_size"] = micro * count
         if era is NEW:
@@ -138,21 +138,6 @@ def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
         section = "parallelism" if era is OLD else "compile"
         found |= {"compile.enable": True, f"{section}.enable_async_tensor_parallel": True}
     return found
-
-
-def _parts(config: TrainingConfig, head: str) -> list[list[str]]:
-    """Modules of each chunk in model order."""
-    chunks = (config.pp or 1) * (config.vpp or 1)
-    layers = config.num_layers or 0
-    sizes = config.layers or tuple(layers // chunks + (place < layers % chunks) for place in range(chunks))
-    parts: list[list[str]] = []
-    first = 0
-    for size in sizes:
-        parts.append([f"layers.{first + number}" for number in range(size)])
-        first += size
-    parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", head]
-    return parts
 
 
 def write_toml(config: TrainingConfig) -> Written:
@@ -322,9 +307,7 @@ def _stages(raw: Mapping[str, Any], parts: Any, pipeline: int, source: str) -> d
     if parts is None or pipeline == 1:
         looped = schedule in ("interleaved_1f1b", "zbv", "dualpipe_v")
         return {"schedule": schedule, "vpp": 2 if looped else 1, "layers": () if pipeline == 1 else None}
-    if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
-        raise InputError(f"{source}: parallelism.module_fqns_per_model_part is no list of lists; correct it")
-    sizes = tuple(sum(str(name).startswith("layers.") for name in part) for part in parts)
+    sizes = layers_of_parts(parts, "layers.", KEYS["layers"], source)
     return {
         "schedule": schedule,
         "vpp": max(1, len(sizes) // pipeline),
@@ -444,6 +427,7 @@ def _form(name: str, era: Era, suffix: str, write: Any, recognised: Any) -> Exch
         read=partial(read, era=era),
         recognises=recognised,
         rules=partial(rules, era=era),
+        timed_as="torchtitan",
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from math import prod
 
 from planner.graph.experts import experts_of
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.options import recompute_modes
 from planner.plans.plan import Plan, expanded_rules
+from simulator.errors import InputError
 
 CHEAP_MODULES = ("core_attn", "layernorm", "moe_act")
 """Parts of a layer, by Megatron-LM's names, that selective recomputation of a plan computes again."""
@@ -141,6 +143,42 @@ def config_of(plan: Plan, graph: OperatorGraph, *, overlaps: bool = True) -> Tra
         overlap_gradients=overlaps and data > 1,
         overlap_parameters=overlaps and data > 1 and sharded,
     )
+
+
+def even_layers(layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk where they are dealt out evenly, the first chunks having those that are left over.
+
+    >>> even_layers(10, 4)
+    (3, 3, 2, 2)
+    """
+    return tuple(layers // chunks + (place < layers % chunks) for place in range(chunks))
+
+
+def module_parts(config: TrainingConfig, first: str, layer: str, last: Sequence[str]) -> list[list[str]]:
+    """Names of the modules of each chunk in model order: the first one's embedding, layers, the last one's head.
+
+    >>> module_parts(TrainingConfig(pp=2, num_layers=3), "embed", "layers.{}", ["norm", "head"])
+    [['embed', 'layers.0', 'layers.1'], ['layers.2', 'norm', 'head']]
+    """
+    sizes = config.layers or even_layers(config.num_layers or 0, (config.pp or 1) * (config.vpp or 1))
+    numbers = iter(range(sum(sizes)))
+    parts = [[layer.format(number) for number in islice(numbers, size)] for size in sizes]
+    parts[0].insert(0, first)
+    parts[-1] += last
+    return parts
+
+
+def layers_of_parts(parts: object, layer: str, key: str, source: str) -> tuple[int, ...]:
+    """Layers of each chunk whose modules are named, `layer` being how names of layers begin.
+
+    Raises
+    ------
+    InputError
+        `parts` is no list of lists.
+    """
+    if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
+        raise InputError(f"{source}: {key} is no list of lists; correct it")
+    return tuple(sum(str(name).startswith(layer) for name in part) for part in parts)
 
 
 def row_of_layers(plan: Plan) -> tuple[str, int, int]:

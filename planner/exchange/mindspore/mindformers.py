@@ -50,7 +50,8 @@ class Translated:
     ``options`` are options of ``plan`` that stand in the file, ``pins`` what its keys pin; ``configured`` where all
     degrees are (semi-automatic mode); ``vocabulary_cut`` says whether the table of tokens is cut along its vocabulary,
     None for nothing said.
-    ``layers`` are settings layer by layer, ``notes`` say what was not read.
+    ``layers`` are settings layer by layer, ``not_read`` are sections that say nothing of the plan, ``notes`` say what
+    was not read or has no effect.
     """
 
     options: Mapping[str, Any]
@@ -59,6 +60,7 @@ class Translated:
     configured: bool = False
     vocabulary_cut: bool | None = None
     layers: LayerSettings = field(default_factory=LayerSettings)
+    not_read: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -159,13 +161,17 @@ def translate(document: Mapping[Any, Any]) -> Translated:
     if configured:
         pins = _with_effect(pins, notes)
     layers = layer_settings(config, recompute, model, _section(document, "swap_config"))
+    stated = _stated(document, pins)
+    sections = {"runner_config"} if "global_batch" in stated else set()
+    sections |= {"model"} if {"seq_len", "precision"} & stated.keys() else set()
     return Translated(
-        options={**_stated(document, pins), **options},
+        options={**stated, **options},
         context=context,
         pins={**pins, **_copies(document)},
         configured=configured,
         vocabulary_cut=not config["vocab_emb_dp"] if "vocab_emb_dp" in config else None,
         layers=layers,
+        not_read=tuple(name for name in not_read if name not in sections),
         notes=(*notes, *layers.notes),
     )
 
@@ -247,7 +253,7 @@ def _with_effect(pins: dict[str, str], notes: list[str]) -> dict[str, str]:
     return pins
 
 
-_PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def _stated(document: Mapping[Any, Any], pins: Mapping[str, str]) -> dict[str, Any]:
@@ -255,8 +261,8 @@ def _stated(document: Mapping[Any, Any], pins: Mapping[str, str]) -> dict[str, A
     model, found = _model(document.get("model")), {}
     if isinstance(model.get("seq_length"), int):
         found["seq_len"] = model["seq_length"]
-    if model.get("compute_dtype") in _PRECISIONS:
-        found["precision"] = _PRECISIONS[model["compute_dtype"]]
+    if model.get("compute_dtype") in PRECISIONS:
+        found["precision"] = PRECISIONS[model["compute_dtype"]]
     said = document.get("runner_config")
     runner: dict[str, Any] = said if isinstance(said, dict) else {}
     size = runner.get("batch_size")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
+from planner.cli.check import CheckedFormat
+from planner.cli.export import Format
 from planner.exchange.formats import ExchangeFormat, rounded, roundings
 from planner.exchange.registry import FORMATS
 from planner.exchange.training_config import TrainingConfig
@@ -75,3 +80,143 @@ def test_what_a_framework_cannot_run_is_refused_or_rounded_and_named(
 def test_files_state_the_version_they_are_for(form: ExchangeFormat) -> None:
     text = form.write(rounded(usual(), form.table)).text
     assert form.version.split()[0] in text
+
+
+def test_the_command_line_names_every_format() -> None:
+    assert {one.value for one in CheckedFormat} == FORMATS.keys() <= {one.value for one in Format}
+
+
+USERS_FILES: dict[str, tuple[str, dict[str, object]]] = {
+    "automodel": (
+        """
+        model: {pretrained_model_name_or_path: a/b}
+        step_scheduler: {global_batch_size: 64, local_batch_size: 4, max_steps: 100}
+        distributed:
+          strategy: fsdp2
+          dp_size: none
+          tp_size: 2
+          pp_size: 2
+          activation_checkpointing: true
+          pipeline: {pp_schedule: interleaved_1f1b, pp_microbatch_size: 1, pp_batch_size: 4}
+        """,
+        {
+            "tp": 2,
+            "pp": 2,
+            "devices": None,
+            "schedule": "interleaved_1f1b",
+            "vpp": 2,
+            "recompute": "full",
+            "optimizer_sharding": "zero2",
+            "micro_batch": 1,
+        },
+    ),
+    "mindformers": (
+        """
+        seed: 0
+        use_parallel: True
+        parallel: {parallel_mode: 1, enable_alltoall: True, enable_parallel_optimizer: True}
+        parallel_config:
+          {data_parallel: 4, model_parallel: 2, pipeline_stage: 2, micro_batch_num: 8, expert_parallel: 8}
+        recompute_config: {recompute: [3, 1], select_recompute: False}
+        model: {model_config: {num_hidden_layers: 8, seq_length: 4096, offset: [1, -1]}}
+        runner_config: {batch_size: 2}
+        """,
+        {
+            "devices": 16,
+            "ep": 8,
+            "etp": 1,
+            "layers": (5, 3),
+            "recompute": "mixed",
+            "recompute_layers": ("full",) * 3 + ("none",) * 2 + ("full",) + ("none",) * 2,
+            "optimizer_sharding": "zero2",
+            "micro_batch": 2,
+            "global_batch": 64,
+        },
+    ),
+    "mindformers-pynative": (
+        """
+        training: {steps: 10, local_batch_size: 2, global_batch_size: 32}
+        parallelism:
+          data_parallel_shard: 8
+          tensor_parallel: 2
+          sequence_parallel: True
+          pipeline_parallel: 2
+          pipeline_parallel_interleave_num: 2
+          pipeline_parallel_schedule: interleaved_1f1b
+          pipeline_parallel_layers_per_stage: ["0-2,5", "3-4,6-7"]
+        recompute: {mode: full, full_recompute_layer: ["0-1", "7"]}
+        """,
+        {
+            "layers": (3, 2, 1, 2),
+            "vpp": 2,
+            "recompute_layers": ("full",) * 2 + ("none",) * 5 + ("full",),
+            "optimizer_sharding": "zero2",
+            "global_batch": 32,
+        },
+    ),
+    "mindspeed": (
+        """
+        export HCCL_CONNECT_TIMEOUT=1800
+        export CUDA_DEVICE_MAX_CONNECTIONS=1
+        torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --bf16 --seq-length 8192 --tensor-model-parallel-size 2 \\
+            --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --sequence-parallel --use-ascend-mc2 \\
+            --micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer --swap-attention
+        """,
+        {
+            "devices": 16,
+            "context_algorithm": "all_to_all",
+            "tensor_overlap": True,
+            "offload_activations": True,
+            "optimizer_sharding": "zero1",
+        },
+    ),
+    "mindspeed-fsdp2": (
+        "parallel: {tp_size: 1, fsdp_size: 16, cp_size: 2, cp_type: ulysses, recompute: true}",
+        {
+            "cp": 2,
+            "context_algorithm": "all_to_all",
+            "optimizer_sharding": "zero3",
+            "recompute": "full",
+            "devices": None,
+        },
+    ),
+    "galvatron": (
+        """{"pp_deg": 2, "tp_sizes_enc": "4,4,2", "dp_types_enc": "0,0,0", "use_sp": "0,0,0", "checkpoint": "1,0,0",
+        "global_bsz": 64, "chunks": 8, "pp_division": "2,1", "pipeline_type": "pipedream_flush",
+        "default_dp_type": "zero2"}""",
+        {"tp": 4, "layers": (2, 1), "recompute_layers": ("full", "none", "none"), "optimizer_sharding": "zero2"},
+    ),
+    "simumax": (
+        """{"seq_len": 4096, "micro_batch_size": 1, "micro_batch_num": 8, "world_size": 16, "tp_size": 2, "pp_size": 2,
+        "zero_state": 1, "enable_recompute": true, "recompute_granularity": "full_block", "recompute_layer_num": 4,
+        "num_layers_in_first_pipeline_stage": 15}""",
+        {"global_batch": 32, "recompute": "full", "recompute_count": 4, "first_layers": 15, "sequence_parallel": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USERS_FILES)
+def test_files_that_users_write_are_read(name: str) -> None:
+    text, expected = USERS_FILES[name]
+    form, text = FORMATS[name], textwrap.dedent(text)
+    assert next(one.name for one in FORMATS.values() if one.recognises(f"file{form.suffix}", text)) == name
+    read = form.read(text, f"file{form.suffix}")
+    assert {key: getattr(read.config, key) for key in expected} == expected
+    assert not form.violations(read.config)
+    others = {
+        "automodel": ("model.pretrained_model_name_or_path", "step_scheduler.max_steps"),
+        "galvatron": ("tp_sizes_enc",),
+        "mindformers": ("seed",),
+        "mindformers-pynative": ("training.steps",),
+    }
+    assert read.not_read == others.get(name, ())
+
+
+def test_what_computes_again_layer_by_layer_is_rounded_to_more() -> None:
+    mixed = usual(recompute="mixed", recompute_layers=("selective",) * 8 + ("none",) * 24)
+    nearest = rounded(mixed, FORMATS["galvatron"].table)
+    assert nearest.recompute_layers == ("full",) * 8 + ("none",) * 24
+    assert (
+        rounded(replace(mixed, recompute_layers=("full", "selective") * 16), FORMATS["galvatron"].table).recompute
+        == "full"
+    )

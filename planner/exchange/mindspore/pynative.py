@@ -1,0 +1,260 @@
+"""MindFormers' PyNative trainer: the YAML file with ``training``, ``parallelism`` and ``recompute``.
+
+Keys and rules are those of ``mindformers/pynative/config/config.py``. Data-parallel ranks are the launch command's
+devices over the other degrees; the file gives how many of them share states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import count, groupby
+from typing import Any
+
+import yaml
+
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.keyed import Document, nested
+from planner.exchange.training_config import TrainingConfig, even_layers
+from planner.networks.mindformers_config import transformers_config
+from simulator.errors import InputError
+
+VERSION = "167a50de (2026-08)"
+KEYS: Mapping[str, str] = {
+    "devices": "NPUs",
+    "tp": "parallelism.tensor_parallel",
+    "pp": "parallelism.pipeline_parallel",
+    "cp": "parallelism.context_parallel",
+    "ep": "parallelism.expert_parallel",
+    "vpp": "parallelism.pipeline_parallel_interleave_num",
+    "layers": "parallelism.pipeline_parallel_layers_per_stage",
+    "num_layers": "parallelism.pipeline_parallel_layers_per_stage",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "micro_batch": "parallelism.pipeline_parallel_microbatch_size",
+    "global_batch": "training.global_batch_size",
+    "optimizer_sharding": "parallelism.reshard_after_forward_policy",
+    "shard_size": "parallelism.data_parallel_shard",
+    "sequence_parallel": "parallelism.sequence_parallel",
+    "tensor_overlap": "parallelism.enable_mc2",
+    "expert_overlap": "parallelism.pipeline_parallel_overlap_b_f",
+    "context_algorithm": "parallelism.context_parallel_method",
+    "recompute": "recompute.mode",
+    "recompute_layers": "recompute.full_recompute_layer",
+    "offload_optimizer": "parallelism.cpu_offload",
+    "offload_parameters": "parallelism.cpu_offload",
+}
+DEGREES = ("tp", "pp", "cp", "ep")
+SCHEDULES: Mapping[str, str] = {name: name for name in ("gpipe", "1f1b", "interleaved_1f1b")}
+METHODS: Mapping[str, str] = {"colossal": "ring", "ulysses": "all_to_all", "hybrid": "ring"}
+MODES: Mapping[str, str] = {"None": "none", "full": "full", "select": "selective"}
+LOCAL, LAYERS, MODEL = "training.local_batch_size", KEYS["layers"], "model.model_config.num_hidden_layers"
+_DEVICES = re.compile(r"^#.* (\d+) NPUs", re.MULTILINE)
+
+
+def values(config: TrainingConfig) -> dict[str, Any]:
+    """Keys with their values."""
+    pipeline, virtual, micro = config.pp or 1, config.vpp or 1, config.micro_batch or 1
+    sharded = config.optimizer_sharding not in (None, "none")
+    found: dict[str, Any] = {
+        LOCAL: micro * (config.micro_batches or 1) if pipeline > 1 else micro,
+        KEYS["global_batch"]: config.global_batch,
+        KEYS["shard_size"]: (config.shard_size or config.dp or 1) if sharded else 1,
+        **{KEYS[name]: getattr(config, name) or 1 for name in DEGREES},
+        KEYS["sequence_parallel"]: bool(config.sequence_parallel),
+    }
+    if sharded:
+        found[KEYS["optimizer_sharding"]] = "always" if config.optimizer_sharding == "zero3" else "never"
+    if config.offload_optimizer:
+        found[KEYS["offload_optimizer"]] = True
+    if (config.cp or 1) > 1:
+        found[KEYS["context_algorithm"]] = "ulysses" if config.context_algorithm == "all_to_all" else "colossal"
+    if config.tensor_overlap:
+        found[KEYS["tensor_overlap"]] = True
+    if pipeline > 1:
+        sizes = config.layers or even_layers(config.num_layers or 0, pipeline * virtual)
+        numbers = count()
+        chunks = [_ranges([next(numbers) for _ in range(size)]) for size in sizes]
+        found |= {
+            KEYS["schedule"]: config.schedule,
+            KEYS["micro_batch"]: micro,
+            KEYS["vpp"]: virtual,
+            LAYERS: [",".join(chunks[rank::pipeline]) for rank in range(pipeline)],
+        }
+    modes = config.recompute_layers or ()
+    found["recompute.mode"] = "None" if config.recompute in (None, "none") else "full"
+    if modes:
+        again = _ranges([number for number, mode in enumerate(modes) if mode == "full"])
+        found |= {KEYS["recompute_layers"]: again.split(","), MODEL: len(modes)}
+    return found
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ranges of neighbouring numbers, both ends included.
+
+    >>> _ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    rows = [[number for _, number in row] for _, row in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ",".join(str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows)
+
+
+def write(config: TrainingConfig) -> Written:
+    """The sections."""
+    head = f"# A plan of Meshwright for MindFormers {VERSION}, PyNative trainer, on {config.devices} NPUs\n"
+    return Written(text=head + yaml.safe_dump(nested(values(config)), sort_keys=False))
+
+
+def read(text: str, source: str) -> ReadConfig:
+    """Read the YAML file.
+
+    Raises
+    ------
+    InputError
+        The file is no YAML mapping, or a value is of a wrong type.
+    """
+    raw = Document.yaml(text, source, "MindFormers")
+    found: dict[str, Any] = {name: raw.number(KEYS[name]) for name in DEGREES}
+    pipeline = found["pp"]
+    named = _DEVICES.search(text)
+    devices = int(named[1]) if named else None
+    ranks = devices // (found["tp"] * pipeline * found["cp"]) if devices else None
+    shard = raw.number(KEYS["shard_size"], -1, -1)
+    shard = (ranks or shard) if shard == -1 else shard
+    policies = {"default": "zero3" if pipeline == 1 else "zero2", "always": "zero3", "never": "zero2"}
+    level = raw.word(KEYS["optimizer_sharding"], policies, "default")
+    local, batch = raw.number(LOCAL), raw.number(KEYS["global_batch"])
+    away = raw.flag(KEYS["offload_optimizer"])
+    method = raw.word(KEYS["context_algorithm"], METHODS, "colossal")
+    stages = _stages(raw, pipeline, source)
+    layers = raw.optional(MODEL) or stages.get("num_layers")
+    config = TrainingConfig(
+        **found,
+        **stages,
+        **_recompute(raw, layers, source),
+        etp=1 if found["ep"] > 1 else found["tp"],
+        devices=devices,
+        micro_batch=raw.number(KEYS["micro_batch"]) if pipeline > 1 else local,
+        global_batch=batch,
+        optimizer_sharding="none" if shard == 1 else level,
+        shard_size=shard if 1 < shard < (ranks or 0) else 0,
+        sequence_parallel=found["tp"] > 1 and raw.flag(KEYS["sequence_parallel"]),
+        context_algorithm=method if found["cp"] > 1 else "none",
+        offload_optimizer=away,
+        offload_parameters=away,
+        offload_activations=raw.flag("swap.enable"),
+        tensor_overlap=raw.flag(KEYS["tensor_overlap"]),
+        expert_overlap=raw.flag(KEYS["expert_overlap"]),
+    )
+    raw.flag(KEYS["sequence_parallel"])
+    sizes = transformers_config(nested(raw.values))
+    raw.pass_over("model." if sizes else "model.none")
+    return ReadConfig(config=config, sizes=sizes, not_read=raw.unread())
+
+
+def _stages(raw: Document, pipeline: int, source: str) -> dict[str, Any]:
+    virtual = raw.number(KEYS["vpp"])
+    given, schedule = raw.get(LAYERS, "auto"), raw.word(KEYS["schedule"], SCHEDULES, "1f1b")
+    if pipeline == 1:
+        return {"schedule": "none", "vpp": 1, "layers": ()}
+    if given == "auto":
+        return {"schedule": schedule, "vpp": virtual, "layers": None}
+    rows = [_spans(str(row), source) for row in given] if isinstance(given, list) else []
+    if len(rows) != pipeline or {len(row) for row in rows} != {virtual}:
+        raise InputError(
+            f"{source}: {LAYERS} = {given!r:.60} must give each of {pipeline} ranks the layers of {virtual} chunks"
+        )
+    sizes = tuple(row[chunk][1] - row[chunk][0] + 1 for chunk in range(virtual) for row in rows)
+    layers = () if len(set(sizes)) <= 1 else sizes
+    return {"schedule": schedule, "vpp": virtual, "num_layers": sum(sizes), "layers": layers}
+
+
+def _spans(row: str, source: str) -> list[tuple[int, int]]:
+    """First and last number of each range.
+
+    >>> _spans("0-3,16", "a file")
+    [(0, 3), (16, 16)]
+    """
+    found = [re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip()) for part in row.split(",")]
+    spans = [(int(one[1]), int(one[2] or one[1])) for one in found if one is not None]
+    if len(spans) != len(found) or any(last < first for first, last in spans):
+        raise InputError(f"{source}: {row!r:.60} is no list of ranges of layers such as 0-3,16-19; correct it")
+    return spans
+
+
+def _recompute(raw: Document, layers: int | None, source: str) -> dict[str, Any]:
+    mode, said = raw.word("recompute.mode", MODES, "None"), raw.get(KEYS["recompute_layers"])
+    modes: tuple[str, ...] = ()
+    if mode == "full" and isinstance(said, list) and layers:
+        spans = [span for part in said for span in _spans(str(part), source)]
+        again = [any(first <= number <= last for first, last in spans) for number in range(layers)]
+        if not all(again):
+            mode, modes = "mixed", tuple("full" if one else "none" for one in again)
+    return {"recompute": mode, "recompute_layers": modes, "recompute_count": 0}
+
+
+def rules(config: TrainingConfig) -> Iterator[Violation]:
+    """Rules of the PyNative trainer across fields."""
+    ranks, tensor, context = config.dp or 1, config.tp or 1, config.cp or 1
+    shard = (config.shard_size or ranks) if config.optimizer_sharding not in (None, "none") else 1
+    stage = shard * context * tensor
+    if config.dp and stage % (config.ep or 1):
+        yield Violation(
+            key=KEYS["ep"],
+            value=str(config.ep),
+            rule=f"it must divide the {stage} ranks of data_parallel_shard × context_parallel × tensor_parallel",
+            remedy="use a divisor, or shard over more ranks",
+        )
+    if config.dp and config.optimizer_sharding not in (None, "none") and shard == 1:
+        yield Violation(
+            key=KEYS["shard_size"],
+            value="1",
+            rule="one rank has nothing to share",
+            remedy="shard over two ranks or more, or leave it out",
+        )
+    if bool(config.offload_optimizer) != bool(config.offload_parameters):
+        yield Violation(
+            key=KEYS["offload_optimizer"],
+            value="",
+            rule="parameters and optimizer states go to the host together",
+            remedy="offload both or none",
+        )
+    looped, virtual = config.schedule == "interleaved_1f1b", config.vpp or 1
+    if looped == (virtual == 1):
+        yield Violation(
+            key=KEYS["vpp"],
+            value=str(virtual),
+            rule=f"the schedule {config.schedule} does not go with so many chunks",
+            remedy="use interleaved_1f1b with two chunks or more, and another with one",
+        )
+    if (config.pp or 1) > 1 and config.layers is not None and not config.num_layers:
+        yield Violation(
+            key=LAYERS,
+            value="",
+            rule="stages are named by their layers, and the network is no row of layers",
+            remedy="plan with --pin pp=1",
+        )
+
+
+def recognises(name: str, text: str) -> bool:
+    """Whether a file is one of the PyNative trainer."""
+    return "parallelism:" in text and any(f"  {key}:" in text for key in ("tensor_parallel", "data_parallel_shard"))
+
+
+MINDFORMERS_PYNATIVE = ExchangeFormat(
+    name="mindformers-pynative",
+    capability="mindformers-pynative",
+    version=VERSION,
+    suffix=".yaml",
+    silent=frozenset(
+        {
+            *("optimizer", "sequence_length", "precision", "recompute_modules", "num_layers", "first_layers"),
+            *("last_layers", "mtp_layers", "overlap_gradients", "overlap_parameters"),
+        }
+    ),
+    keys=KEYS,
+    write=write,
+    read=read,
+    recognises=recognises,
+    rules=rules,
+    timed_as="mindformers",
+)
