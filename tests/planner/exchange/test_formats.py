@@ -158,7 +158,7 @@ USERS_FILES: dict[str, tuple[str, dict[str, object]]] = {
         """
         export HCCL_CONNECT_TIMEOUT=1800
         export CUDA_DEVICE_MAX_CONNECTIONS=1
-        torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --bf16 --seq-length 8192 --tensor-model-parallel-size 2 \\
+        torchrun --nproc_per_node 8 --nnodes 2 train.py --bf16 --seq-length 8192 --tensor-model-parallel-size 2 \\
             --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --sequence-parallel --use-ascend-mc2 \\
             --micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer --swap-attention
         """,
