@@ -37,13 +37,14 @@ class Format(StrEnum):
     MINDSPEED_FSDP2 = "mindspeed-fsdp2"
     GALVATRON = "galvatron"
     SIMUMAX = "simumax"
+    CHAKRA = "chakra"
     SCHEDULE_CSV = "schedule-csv"
     PYTORCH = "pytorch"
     MINDSPORE = "mindspore"
     MESHWRIGHT = "meshwright"
 
 
-_SUFFIX = {Format.SCHEDULE_CSV: ".csv", Format.PYTORCH: ".py"}
+_SUFFIX = {Format.CHAKRA: "", Format.SCHEDULE_CSV: ".csv", Format.PYTORCH: ".py"}
 _VERSION = {Format.SCHEDULE_CSV: "torch 2.9", Format.MINDSPORE: "2.10", Format.MESHWRIGHT: "2"}
 
 
@@ -86,6 +87,9 @@ def export(
     if form is not None or to is Format.PYTORCH:
         _exchange(terminal, found, strategy, form, path, rounds=rounds)
         return
+    if to is Format.CHAKRA:
+        _traces(terminal, found.plan, strategy, path)
+        return
     if to is Format.MESHWRIGHT:
         written = write_plan(found.plan, path, found.prediction)
     elif to is Format.SCHEDULE_CSV:
@@ -99,6 +103,25 @@ def export(
         terminal.document({"strategy_file": str(written), **said, "cannot_say": [], "environment": {}})
     else:
         terminal.line(str(written))
+
+
+def _traces(terminal: Terminal, plan: Plan, strategy: Path, prefix: Path) -> None:
+    """Write the execution trace of every rank of a simulated step, ``PREFIX.RANK.et``, and the groups of ranks."""
+    from planner.cost.software import run_for
+    from planner.exchange.chakra import VERSION, traces
+    from planner.planning.loading import strategy_graph
+    from planner.planning.prediction import simulate_plan
+    from simulator.profiles import load_profile
+    from simulator.whole_file import write_whole
+
+    with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
+        with strategy_graph(plan, strategy) as graph:
+            written = traces(simulate_plan(plan, graph, run_for(plan, load_profile(plan.hardware))), plan)
+        groups = write_whole(f"{prefix}.groups.json", written.groups())
+        files = [str(write_whole(f"{prefix}.{rank}.et", content)) for rank, content in written.files()]
+    said = {"format": "chakra", "version": VERSION, "files": [*files, str(groups)]}
+    document = {**said, "cannot_say": [], "environment": {}}
+    terminal.result(document, str(prefix), lambda: iter([f"{prefix}.*.et: traces of {len(files)} ranks"]))
 
 
 def _schedule(plan: Plan) -> str:

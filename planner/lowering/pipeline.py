@@ -49,7 +49,8 @@ class LoweredPipeline:
     """One step of a pipeline.
 
     ``flops`` are those of the network on one micro-batch of the whole stage mesh; ``hardware`` is as its
-    kernels meet it, ``computing`` how many ranks compute at a time on average.
+    kernels meet it, ``computing`` how many ranks compute at a time on average. ``axes`` say where groups of ranks lie.
+    ``sent_bytes`` (stages,) go from each stage to the next, ``meeting_bytes`` are those of ``costs.meetings``.
     """
 
     schedule: Schedule
@@ -59,6 +60,9 @@ class LoweredPipeline:
     work: StepTasks
     hardware: Hardware
     computing: float
+    axes: tuple[ProgramAxis, ...]
+    sent_bytes: FloatArray
+    meeting_bytes: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,7 +167,8 @@ def lower_pipeline(
     times = TaskTimes(seconds, slowing)
     distinct = {id(draft): draft for passes in drafts.values() for draft in passes.values()}
     told = reports(work.tasks)
-    links = Links(hardware=met, devices=plan.devices, axes=_axes(lowering), tasks=work.tasks)
+    axes, (sent_bytes, send_s), meetings = _axes(lowering), _sends(lowering), _meetings(lowering)
+    links = Links(hardware=met, devices=plan.devices, axes=axes, tasks=work.tasks)
     alone = schedule.ranks == 1
     made_of = pass_operators([*distinct.values()], times, pairs, told, links, alone=alone)
     operators = dict(zip(distinct, made_of, strict=True))
@@ -173,9 +178,9 @@ def lower_pipeline(
         passes={kind: [made[key][kind, PLAIN] for key in keys] for kind in kinds},
         first={kind: [made[key][kind, FIRST] for key in keys] for kind in kinds if (kind, FIRST) in made[keys[0]]},
         last={kind: [made[key][kind, LAST] for key in keys] for kind in kinds if kind in (BACKWARD, WEIGHT)},
-        send_s=_send_times(lowering),
+        send_s=send_s,
         epilogue_s=np.array([sum(times * float(seconds[number]) for number, times in rank) for rank in updates]),
-        meetings=_meetings(lowering),
+        meetings=[(ranks, seconds) for ranks, _, seconds in meetings],
         send_stall=send_stall(hardware),
     )
     if not hardware.overlaps_communication:
@@ -189,6 +194,9 @@ def lower_pipeline(
         work=timed,
         hardware=met,
         computing=computing,
+        axes=axes,
+        sent_bytes=sent_bytes,
+        meeting_bytes=tuple(payload for _, payload, _ in meetings),
     )
 
 
@@ -374,11 +382,11 @@ def _pair_shape(lowering: _Lowering, one: int, other: int) -> GroupShape:
     return GroupShape(members=members, stride=high - low)
 
 
-def _send_times(lowering: _Lowering) -> FloatArray:
-    """(stages,) seconds from each stage to the next, of the tensor as it is written."""
+def _sends(lowering: _Lowering) -> tuple[FloatArray, FloatArray]:
+    """(stages,), (stages,) bytes and seconds from each stage to the next, of the tensor as it is written."""
     schedule, source, chain = lowering.schedule, lowering.source, lowering.found.chain
-    seconds = np.zeros(schedule.stages)
-    known: dict[tuple[int, int, int], float] = {}
+    sizes, seconds = np.zeros(schedule.stages), np.zeros(schedule.stages)
+    known: dict[tuple[int, int, int], tuple[float, float]] = {}
     for stage, (key, following) in enumerate(pairwise(lowering.keys)):
         here, there = int(schedule.stage_rank[stage]), int(schedule.stage_rank[stage + 1])
         if (stage + 1) % schedule.chain_stages == 0 or here == there:
@@ -389,13 +397,14 @@ def _send_times(lowering: _Lowering) -> FloatArray:
             ref = chain.boundaries[key[-1]].forward
             payload = source.options.copies * source.local_bytes(source.graph.spec(ref), source.output_placements(ref))
             shape = _pair_shape(lowering, here, there)
-            known[sent] = message_time(lowering.hardware, Collective.SEND, np.array([float(payload)]), shape)[0]
-        seconds[stage] = known[sent]
-    return seconds
+            taken = message_time(lowering.hardware, Collective.SEND, np.array([float(payload)]), shape)[0]
+            known[sent] = float(payload), float(taken)
+        sizes[stage], seconds[stage] = known[sent]
+    return sizes, seconds
 
 
-def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
-    """Gradients of parameters that several ranks hold, summed among them once a step."""
+def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float, float]]:
+    """Gradients of parameters that several ranks hold, summed among them once a step: ranks, bytes and seconds."""
     source, found = lowering.source, []
     shared: dict[tuple[tuple[int, ...], bool], float] = {}
     places = _unit_ranks(lowering)
@@ -421,7 +430,7 @@ def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
         shape = replace(pair, members=members)
         timed = host_message_time if on_host else message_time
         seconds = timed(lowering.hardware, Collective.ALL_REDUCE, np.array([payload]), shape)[0]
-        found.append((ranks, float(seconds)))
+        found.append((ranks, payload, float(seconds)))
     return found
 
 
