@@ -171,6 +171,10 @@ class Reliability:
     compute_spread: float = 0.0
 
 
+ORDER = "topology.node.order"
+"""Field of the row that says in which order ranks are to have the devices of a node, where it is not their own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRow:
     """One number of a profile with its origin, for display; ``field`` is the path in the file."""

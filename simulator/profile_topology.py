@@ -27,7 +27,8 @@ class NodePart(Part):
 
     kind: Sourced[
         Literal[
-            "nvswitch", "hybrid-cube-mesh", "ring", "full-mesh", "hccs-quads", "pcie-tree", "supernode", "torus"
+            "nvswitch", "hybrid-cube-mesh", "ring", "full-mesh", "hccs-quads", "nvlink-islands",
+            "pcie-tree", "supernode", "torus",
         ]
     ]  # fmt: skip
     nics: Sourced[Count]

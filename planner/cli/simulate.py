@@ -96,7 +96,7 @@ def _simulation(terminal: Terminal, given: SimulateArguments, extra: Reliability
     """Read plan and profile, the plan perhaps as other software runs it; says what the profile lacks for it."""
     from planner.cost.software import USUAL
     from planner.lowering.checked import precision_dtype
-    from planner.planning.prediction import check_products, precision_notes
+    from planner.planning.prediction import check_products, hardware_notes
     from planner.plans.file import read_plan
 
     plan = read_plan(given.strategy)
@@ -104,7 +104,7 @@ def _simulation(terminal: Terminal, given: SimulateArguments, extra: Reliability
         plan = replace(plan, software="" if given.software == USUAL else given.software)
     profile = _profile(terminal, given.strategy, plan, given.hardware)
     check_products(profile, precision_dtype(plan.precision))
-    for note in precision_notes(profile, precision_dtype(plan.precision)):
+    for note in hardware_notes(profile, precision_dtype(plan.precision)):
         terminal.note(note)
     return Simulation(
         strategy=given.strategy,

@@ -36,7 +36,7 @@ from planner.planning.plan_messages import (
     unsharded,
     without_rules,
 )
-from planner.planning.prediction import Prediction, precision_notes
+from planner.planning.prediction import Prediction, hardware_notes
 from planner.planning.refining import refined
 from planner.planning.rescoring import RESCORED, Field, rescore, said_of
 from planner.planning.setting import Setting, setting_of
@@ -248,7 +248,7 @@ def _planned(
         **searched.timings,
         "refining": refining,
     }
-    notes = (*without_rules(graph), *graph.notes, *precision_notes(hardware, setting.dtype))
+    notes = (*without_rules(graph), *graph.notes, *hardware_notes(hardware, setting.dtype))
     notes += tuple(unsharded(candidates[0].plan, graph)) if candidates else ()
     notes += (*costs_left_out(candidates), *idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
     return SearchResult(

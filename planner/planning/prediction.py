@@ -23,7 +23,7 @@ from planner.plans.request import PRECISIONS
 from simulator import fast_engine
 from simulator.errors import InputError
 from simulator.following_steps import period_s
-from simulator.hardware import Hardware
+from simulator.hardware import ORDER, Hardware
 from simulator.launches import fixed_time
 from simulator.mixed_cluster import MixedCluster
 from simulator.pipeline import per_rank
@@ -101,13 +101,13 @@ def check_products(hardware: Hardware, dtype: str) -> None:
             )
 
 
-def precision_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
-    """Say that matrix products in `dtype` are timed as wider ones; empty where they are not."""
-    used = hardware.peak_dtype(dtype)
+def hardware_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
+    """What a user must know: products in `dtype` are timed as wider ones, devices have an order of their own."""
+    used, order = hardware.peak_dtype(dtype), tuple(row.source for row in hardware.rows if row.field == ORDER)
     if used == dtype:
-        return ()
+        return order
     usual = next(name for name, known in PRECISIONS.items() if known == hardware.default_precision)
-    return (f"{hardware.device_name} has no {dtype} peak: timed as {used}; plan with --precision {usual}",)
+    return (f"{hardware.device_name} has no {dtype} peak: timed as {used}; plan with --precision {usual}", *order)
 
 
 def with_host(analytic: Mapping[str, float], found: Prediction) -> dict[str, float]:

@@ -18,6 +18,8 @@ CHIP_PROFILES = {
     "910b": "ascend910b-atlas800t-a2",
     "910c": "cloudmatrix384",
 }
+SERVER_TYPES = {"A2": "ascend910b-atlas800t-a2", "A3": "cloudmatrix384"}
+"""Profiles by the generation in a server's ``hardware_type``, such as 800T-A2-64G."""
 SUPERNODE_PROFILE = "cloudmatrix384"
 QUAD = 4
 MAX_SERVERS = {"hccs-quads": 512, "full-mesh": 1024}
@@ -54,6 +56,14 @@ def _profile_of(table: RankTable, file: str) -> str:
     chip = table.chip.lower().removeprefix("ascend").strip()
     if chip in CHIP_PROFILES:
         return CHIP_PROFILES[chip]
+    generation = next((name for name in SERVER_TYPES if name.lower() in chip.split("-")), None)
+    if generation is not None:
+        return SERVER_TYPES[generation]
+    if table.version == "2.0":
+        raise ProfileError(
+            f"rank table {file}: tables of version 2.0 are of Atlas 350, 850 or 950, which no profile describes; write "
+            f"the profile of the chip before it, for example --hw my-profile.yaml@{file}"
+        )
     if table.super_pods:
         return SUPERNODE_PROFILE
     said = f"its chip_info {table.chip!r} is not known" if table.chip else "it does not say which chip it has"

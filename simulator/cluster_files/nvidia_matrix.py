@@ -6,14 +6,14 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 import networkx as nx
 
 from simulator.errors import ProfileError
-from simulator.hardware import Hardware, Level
+from simulator.hardware import ORDER, Hardware, Level, ProfileRow
 from simulator.topology.nodes import HYBRID_CUBE_MESH
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -22,16 +22,30 @@ _NIC = re.compile(r"^(?:NIC\d+|mlx\d+_\d+|[a-z]+[a-z0-9_]*\d+)$")
 _CODE = re.compile(r"^(?:X|SYS|SOC|NODE|PHB|PXB|PIX|NV\d+)$")
 BELOW_ONE_SWITCH = ("PIX", "PXB")
 
-# NVLinks of one GPU of each chip (datasheets), for the share of them that a machine uses.
-_NVLINKS = {"V100": 6, "A100": 12, "A800": 8, "H100": 18, "H800": 8, "H200": 18, "B200": 18, "B300": 18, "GB300": 18}
+NVLINKS = {
+    **dict.fromkeys(("A100",), (12, 25e9)),
+    **dict.fromkeys(("H100", "H200"), (18, 25e9)),
+    **dict.fromkeys(("A800", "H800"), (8, 25e9)),
+    **dict.fromkeys(("B200", "B300", "GB300"), (18, 50e9)),
+    **dict.fromkeys(("RTX 3090", "RTX A6000"), (4, 14.0625e9)),
+    "V100": (6, 25e9),
+}
+"""NVLinks of one GPU of each chip, and bytes/s of a link in one direction (datasheets; GA102 whitepaper, 2020)."""
+REFERENCE = "dgx-a100"
+"""Profile whose share of NVLink's rate, and latency, count where a profile of PCIe cards has no NVLink of its own."""
+PCIE_PROFILES = {"A100": "a100-pcie", "H100": "h100-pcie"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvidiaMatrix:
-    """Codes between the GPUs of one machine, ``(gpus, gpus)``, and from each GPU to each NIC, ``(gpus, nics)``."""
+    """Codes between the GPUs of one machine, ``(gpus, gpus)``, and from each GPU to each NIC, ``(gpus, nics)``.
+
+    ``numbers`` are those of the GPUs, as the file names them.
+    """
 
     between: tuple[tuple[str, ...], ...]
     to_nics: tuple[tuple[str, ...], ...]
+    numbers: tuple[int, ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -42,6 +56,23 @@ class NvidiaMatrix:
         """NVLinks that join two GPUs."""
         code = self.between[one][other]
         return int(code[2:]) if code.startswith("NV") else 0
+
+    @property
+    def nvlink(self) -> nx.Graph[int]:
+        """GPUs, and the pairs that NVLink joins."""
+        return self.joined(lambda code: code.startswith("NV"))
+
+    def joined(self, known: Callable[[str], bool]) -> nx.Graph[int]:
+        """GPUs, and the pairs whose code is `known`."""
+        graph: nx.Graph[int] = nx.Graph()
+        graph.add_nodes_from(range(self.gpus))
+        pairs = itertools.combinations(range(self.gpus), 2)
+        graph.add_edges_from((one, other) for one, other in pairs if known(self.between[one][other]))
+        return graph
+
+    def named(self, gpus: Iterable[int]) -> str:
+        """GPUs for a message."""
+        return " ".join(f"GPU{self.numbers[gpu]}" for gpu in gpus)
 
 
 def is_matrix(content: bytes) -> bool:
@@ -60,11 +91,12 @@ def parse_nvidia_matrix(content: bytes, file: str) -> NvidiaMatrix:
         raise ProfileError(f"{file} has no line that begins with GPU0; give the output of nvidia-smi topo -m")
     header = [word for word in lines[start] if _GPU.match(word) or _NIC.match(word)]
     gpus = sum(1 for word in header if _GPU.match(word))
-    if header[:gpus] != [f"GPU{number}" for number in range(gpus)]:
-        raise ProfileError(f"{file}, line {start + 1}: columns are {', '.join(header)}; GPUs run from GPU0 on")
+    numbers = tuple(int(word[3:]) for word in header if _GPU.match(word))
+    if list(numbers) != sorted(set(numbers)) or not all(_GPU.match(word) for word in header[:gpus]):
+        raise ProfileError(f"{file}, line {start + 1}: columns are {', '.join(header)}; GPUs ascend, NICs follow")
     rows = {words[0]: (number, words[1:]) for number, words in enumerate(lines[start + 1 :], start + 2) if words}
     between, to_nics = [], []
-    for gpu in range(gpus):
+    for gpu in numbers:
         if f"GPU{gpu}" not in rows:
             raise ProfileError(f"{file} has a column GPU{gpu} and no line of that name; give the whole output")
         number, words = rows[f"GPU{gpu}"]
@@ -75,23 +107,45 @@ def parse_nvidia_matrix(content: bytes, file: str) -> NvidiaMatrix:
             raise ProfileError(f"{file}, line {number}: {said}; use X, NV#, PIX, PXB, PHB, NODE or SYS in every column")
         between.append(tuple(codes[:gpus]))
         to_nics.append(tuple(codes[gpus:]))
-    matrix = NvidiaMatrix(between=tuple(between), to_nics=tuple(to_nics))
+    matrix = NvidiaMatrix(between=tuple(between), to_nics=tuple(to_nics), numbers=numbers)
     for one, other in itertools.product(range(gpus), repeat=2):
         there, back = between[one][other], between[other][one]
         if (one == other) != (there == "X"):
-            raise ProfileError(f"{file}: GPU{one} to GPU{other} is {there}; X stands on the diagonal")
+            raise ProfileError(
+                f"{file}: {matrix.named([one, other])}: {there}; X stands on the diagonal, and only there"
+            )
         if there != back:
             raise ProfileError(
-                f"{file}: GPU{one} to GPU{other} is {there}, back it is {back}; connections are the same both ways"
+                f"{file}: {matrix.named([one])} to {matrix.named([other])} is {there}, back it is {back}; connections "
+                "are the same both ways"
             )
     return matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Joined:
+    """How the GPUs of a node are joined.
+
+    Attributes
+    ----------
+    kind : of the node
+    group : GPUs below one PCIe switch, or in an island of NVLink; the profile's elsewhere
+    links : NVLinks of a GPU, 0 for none
+    order : GPUs in the order in which ranks are to have them
+    """
+
+    kind: str
+    group: int
+    links: int
+    order: tuple[int, ...]
 
 
 def matrix_hardware(content: bytes, file: str, profile: str, load: Callable[[str], Hardware]) -> Hardware:
     """Hardware of machines that are joined inside as the matrix in `content` says.
 
-    What joins the machines, and the device itself, are those of the profile. Links of a GPU inside the machine are as
-    fast in all as the profile's, times the share of the chip's NVLinks that the matrix shows.
+    What joins the machines, and the device itself, are those of the profile. NVLinks of a GPU are as fast in all as the
+    profile's, times the share of the chip's NVLinks that the matrix shows; those of a profile of PCIe cards have the
+    chip's rate, of which as much is reached as on `REFERENCE`. Sums inside a switch are left out where there is none.
 
     Raises
     ------
@@ -104,106 +158,164 @@ def matrix_hardware(content: bytes, file: str, profile: str, load: Callable[[str
         )
     hardware = load(profile)
     matrix = parse_nvidia_matrix(content, file)
-    kind, share, group = _node(matrix, hardware, file)
     whole = hardware.devices_per_node
     if hardware.node is None or hardware.levels[0].size < whole:
         raise ProfileError(
             f"profile {hardware.name} does not describe nodes joined at one level; use a profile like dgx-a100"
         )
+    joined = _node(matrix, hardware, file)
     nics = _nics(matrix) or math.gcd(matrix.gpus, hardware.node.nics)
-    machines = max(1, hardware.max_devices // whole)
     digest = hashlib.sha256(f"{hardware.hash} {matrix.between} {nics}".encode()).hexdigest()
-    counts = tuple(count for count in range(1, matrix.gpus + 1) if matrix.gpus % count == 0)
+    every = hardware.node_device_counts == tuple(range(1, whole + 1))
+    inside, share = _inside(joined, matrix.gpus, hardware, load)
+    changed = joined.kind != hardware.node.kind or share != 1
+    switched = joined.kind == "nvswitch"
     return replace(
         hardware,
         name=f"{hardware.name}@{PurePath(file).stem}",
         hash=digest,
         devices_per_node=matrix.gpus,
-        node_device_counts=counts,
-        max_devices=matrix.gpus * machines,
-        node=replace(hardware.node, kind=kind, nics=nics, group=group),
-        levels=_levels(hardware, matrix.gpus, share, nics / matrix.gpus * whole / hardware.node.nics),
+        node_device_counts=tuple(n for n in range(1, matrix.gpus + 1) if every or matrix.gpus % n == 0),
+        max_devices=matrix.gpus * max(1, hardware.max_devices // whole),
+        node=replace(hardware.node, kind=joined.kind, nics=nics, group=joined.group),
+        levels=(*inside, *_beyond(hardware, matrix.gpus, nics / matrix.gpus * whole / hardware.node.nics)),
+        collective_algorithms=tuple(name for name in hardware.collective_algorithms if switched or name != "switch"),
+        collective_tables=() if changed else hardware.collective_tables,
+        rows=(*hardware.rows, *_order(joined, matrix, file)),
     )
 
 
-def _levels(hardware: Hardware, gpus: int, share: float, ports: float) -> tuple[Level, ...]:
-    """Levels of machines of `gpus` devices: bandwidth inside times `share`, beyond times `ports`."""
+def _order(joined: _Joined, matrix: NvidiaMatrix, file: str) -> Iterator[ProfileRow]:
+    """The order of GPUs, where ranks are not to have them as they are numbered."""
+    if joined.order != tuple(range(matrix.gpus)):
+        order = ",".join(str(matrix.numbers[gpu]) for gpu in joined.order)
+        said = f"{file}: GPUs that are joined stand next to each other; start with CUDA_VISIBLE_DEVICES={order}"
+        yield ProfileRow(field=ORDER, value=order, source=said)
+
+
+def _inside(
+    joined: _Joined, gpus: int, hardware: Hardware, load: Callable[[str], Hardware]
+) -> tuple[tuple[Level, ...], float]:
+    """Levels of a machine, and the share of the profile's bandwidth that its links have."""
     inner = hardware.levels[0]
-    first = replace(inner, size=gpus, bandwidth_bytes_per_s=inner.bandwidth_bytes_per_s * share)
-    beyond = (
-        replace(
-            level,
-            size=level.size // hardware.devices_per_node * gpus,
-            bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * ports,
-        )
-        for level in hardware.levels[1:]
+    if not joined.links:
+        return (replace(inner, size=gpus),), 1.0
+    total, rate = _chip_links(hardware)
+    assert hardware.node is not None
+    if hardware.node.kind != "pcie-tree":
+        share = joined.links / total
+        sums = inner.reduction_bandwidth_bytes_per_s * share if joined.kind == "nvswitch" else 0.0
+        bandwidth = inner.bandwidth_bytes_per_s * share
+        level = replace(inner, size=gpus, bandwidth_bytes_per_s=bandwidth, reduction_bandwidth_bytes_per_s=sums)
+        level = level if joined.kind == "nvswitch" else replace(level, name="NVLink")
+        return (level,), share
+    known = load(REFERENCE)
+    links, full = _chip_links(known)
+    reached = known.levels[0].bandwidth_bytes_per_s / (links * full)
+    size = joined.group if joined.kind == "nvlink-islands" else gpus
+    bridge = Level(
+        name="NVLink",
+        size=size,
+        bandwidth_bytes_per_s=joined.links * rate * reached,
+        latency_s=known.levels[0].latency_s,
     )
-    return (first, *beyond)
+    return ((bridge,) if size == gpus else (bridge, replace(inner, size=gpus))), 1.0
 
 
-def _node(matrix: NvidiaMatrix, hardware: Hardware, file: str) -> tuple[str, float, int]:
-    """Kind of the node, the share of a device's links that it uses, and devices below one PCIe switch."""
-    pairs = list(itertools.combinations(range(matrix.gpus), 2))
-    links = {pair: matrix.nvlinks(*pair) for pair in pairs}
-    joined = [pair for pair in pairs if links[pair]]
-    own, group = (hardware.node.kind, hardware.node.group) if hardware.node else ("", 1)
-    if not joined:
-        if own != "pcie-tree":
+def _beyond(hardware: Hardware, gpus: int, ports: float) -> Iterator[Level]:
+    """Levels beyond machines of `gpus` devices, whose bandwidth is `ports` times the profile's."""
+    for level in hardware.levels[1:]:
+        bandwidth = level.bandwidth_bytes_per_s * ports
+        yield replace(level, size=level.size // hardware.devices_per_node * gpus, bandwidth_bytes_per_s=bandwidth)
+
+
+def _node(matrix: NvidiaMatrix, hardware: Hardware, file: str) -> _Joined:
+    """How the matrix joins GPUs, as one of the nodes that are simulated."""
+    graph, pcie = matrix.nvlink, hardware.node is not None and hardware.node.kind == "pcie-tree"
+    if not graph.edges:
+        if not pcie:
             raise ProfileError(
-                f"{file} shows no NVLink, and profile {hardware.name} has the speed of NVLink only; use a profile of "
-                f"PCIe cards, for example a100-pcie@{file}"
+                f"{file} shows no NVLink, and profile {hardware.name} has the speed of NVLink only; "
+                f"{_cards(hardware, file)}"
             )
-        return "pcie-tree", 1.0, _switch_group(matrix, file)
-    if own == "pcie-tree":
+        return _tree(matrix)
+    alone = [gpu for gpu, links in graph.degree if not links]
+    if alone:
         raise ProfileError(
-            f"{file} shows NVLink, and profile {hardware.name} has the speed of PCIe only; use a profile with NVLink, "
-            f"for example dgx-a100@{file}"
+            f"{file}: {matrix.named(alone)} {'has' if len(alone) == 1 else 'have'} no NVLink, and the other GPUs have; "
+            "leave the line and the column out to plan without, as the job has to"
         )
-    total = _chip_links(hardware)
-    of_gpu = [sum(links[pair] for pair in joined if gpu in pair) for gpu in range(matrix.gpus)]
-    alike = len({links[pair] for pair in pairs}) == 1
-    if alike and len(pairs) > 1 and of_gpu[0] <= total:
-        return "full-mesh", of_gpu[0] / total, group
-    if alike:
-        return "nvswitch", links[pairs[0]] / total, group
-    if links == {pair: HYBRID_CUBE_MESH.get(pair, 0) for pair in pairs}:
-        return "hybrid-cube-mesh", 1.0, group
-    ring = [(rank, rank + 1) for rank in range(matrix.gpus - 1)] + [(0, matrix.gpus - 1)]
-    if sorted(joined) == sorted(ring) and len({links[pair] for pair in joined}) == 1:
-        return "ring", of_gpu[0] / total, group
+    islands = sorted(sorted(island) for island in nx.connected_components(graph))
+    if len(islands) == 1:
+        return _direct(matrix, hardware, file)
+    size = len(islands[0])
+    links = {matrix.nvlinks(*pair) for island in islands for pair in itertools.combinations(island, 2)}
+    held = "; ".join(map(matrix.named, islands))
+    if len({len(island) for island in islands}) > 1 or len(links) > 1:
+        raise ProfileError(
+            f"{file}: NVLink joins {held}; groups of equal size, all joined alike, are simulated: leave the lines "
+            "and columns of some GPUs out"
+        )
+    if not pcie:
+        raise ProfileError(
+            f"{file}: NVLink joins {held}, PCIe the rest, and profile {hardware.name} has the speed of NVLink only; "
+            f"{_cards(hardware, file)}"
+        )
+    return _Joined(
+        kind="nvlink-islands", group=size, links=links.pop() * (size - 1), order=tuple(itertools.chain(*islands))
+    )
+
+
+def _cards(hardware: Hardware, file: str) -> str:
+    """What to do where the speed of PCIe is missing."""
+    chip = next((name for name in PCIE_PROFILES if re.search(rf"\b{name}\b", hardware.device_name)), None)
+    if chip is None:
+        return "write a profile of such a node with `meshwright profiles new`"
+    return f"use a profile of PCIe cards: {PCIE_PROFILES[chip]}@{file}"
+
+
+def _direct(matrix: NvidiaMatrix, hardware: Hardware, file: str) -> _Joined:
+    """GPUs that NVLink joins all."""
+    total, _ = _chip_links(hardware)
+    group = hardware.node.group if hardware.node else matrix.gpus
+    own = tuple(range(matrix.gpus))
+    links = {pair: matrix.nvlinks(*pair) for pair in itertools.combinations(own, 2)}
+    of_gpu = sum(links[0, other] for other in own[1:])
+    least = min(links.values())
+    if least and len(set(links.values())) == 1 and (of_gpu > total or (matrix.gpus == 2 and least == total)):
+        return _Joined(kind="nvswitch", group=group, links=least, order=own)
+    if least and least * (matrix.gpus - 1) <= total:
+        # Where some pairs have more links, messages around a ring wait for the others.
+        return _Joined(kind="full-mesh", group=group, links=least * (matrix.gpus - 1), order=own)
+    if links == {pair: HYBRID_CUBE_MESH.get(pair, 0) for pair in links}:
+        return _Joined(kind="hybrid-cube-mesh", group=group, links=total, order=own)
+    pairs = sorted(pair for pair, count in links.items() if count)
+    ring = sorted([(rank, rank + 1) for rank in own[:-1]] + [(0, matrix.gpus - 1)])
+    if pairs == ring and len({links[pair] for pair in pairs}) == 1:
+        return _Joined(kind="ring", group=group, links=of_gpu, order=own)
     raise ProfileError(
-        f"{file}: NVLinks join {len(joined)} of {len(pairs)} pairs of GPUs in a way that is no switch, full mesh, ring "
+        f"{file}: NVLinks join {len(pairs)} of {len(links)} pairs of GPUs in a way that is no switch, full mesh, ring "
         f"in order or DGX-1 cube mesh; describe the node in a profile of your own (docs/profiles.md)"
     )
 
 
-def _chip_links(hardware: Hardware) -> int:
-    names = [name for name in _NVLINKS if re.search(rf"\b{name}\b", hardware.device_name)]
+def _chip_links(hardware: Hardware) -> tuple[int, float]:
+    """NVLinks of a GPU, and bytes/s of one in one direction."""
+    names = [name for name in NVLINKS if re.search(rf"\b{name}\b", hardware.device_name)]
     if not names:
         raise ProfileError(
-            f"NVLinks of {hardware.device_name} are not known; use a profile of {', '.join(_NVLINKS)} devices"
+            f"NVLinks of {hardware.device_name} are not known; use a profile of {', '.join(NVLINKS)} devices"
         )
-    return _NVLINKS[names[0]]
+    return NVLINKS[names[0]]
 
 
-def _switch_group(matrix: NvidiaMatrix, file: str) -> int:
-    """Devices below one PCIe switch: runs of GPUs that reach each other without a host bridge."""
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(range(matrix.gpus))
-    graph.add_edges_from(
-        (one, other)
-        for one, other in itertools.combinations(range(matrix.gpus), 2)
-        if matrix.between[one][other] in BELOW_ONE_SWITCH
-    )
-    groups = [sorted(group) for group in nx.connected_components(graph)]
-    sizes: Sequence[int] = sorted({len(group) for group in groups})
-    if len(sizes) > 1 or any(group != list(range(group[0], group[0] + len(group))) for group in groups):
-        held = "; ".join(" ".join(map(str, group)) for group in groups)
-        raise ProfileError(
-            f"{file}: PCIe switches hold GPUs {held}; equal runs of neighbouring GPUs are simulated: describe the node "
-            f"in a profile of your own (docs/profiles.md)"
-        )
-    return sizes[0]
+def _tree(matrix: NvidiaMatrix) -> _Joined:
+    """GPUs below PCIe switches: those that reach each other without a host bridge; one by one where these differ."""
+    graph = matrix.joined(lambda code: code in BELOW_ONE_SWITCH)
+    groups = sorted(sorted(group) for group in nx.connected_components(graph))
+    alike = len({len(group) for group in groups}) == 1
+    order = tuple(itertools.chain(*groups)) if alike else tuple(range(matrix.gpus))
+    return _Joined(kind="pcie-tree", group=len(groups[0]) if alike else 1, links=0, order=order)
 
 
 def _nics(matrix: NvidiaMatrix) -> int:

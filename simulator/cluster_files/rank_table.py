@@ -1,15 +1,17 @@
 """HCCL's rank tables: which device of which server has which rank.
 
-Three forms are read: the oldest with ``group_list``, and ``server_list`` in versions 1.0 and 1.2, the latter with
-``super_pod_list``. Numbers are strings in them, as HCCL writes them; plain integers are taken too.
+Four forms are read: the oldest with ``group_list``, ``server_list`` in versions 1.0 and 1.2, the latter with
+``super_pod_list``, and ``rank_list`` in version 2.0 (Atlas 350, 850 and 950). Numbers are strings in them, as HCCL
+writes them; plain integers are taken too.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import itertools
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -39,7 +41,7 @@ class RankTable:
     Attributes
     ----------
     chip
-        what the table says of the chip, empty where it says nothing (only the oldest form does).
+        what the table says of the chip or of the type of its servers, empty where it says nothing.
     super_pods
         servers of each supernode; empty where the table has none.
     """
@@ -60,8 +62,10 @@ class RankTable:
 
 
 def is_rank_table(content: bytes) -> bool:
-    """Whether a file has what only rank tables have, right or wrong: a JSON object with a list of servers or groups."""
-    return content.lstrip()[:1] == b"{" and (b'"server_list"' in content or b'"group_list"' in content)
+    """Whether a file has what only rank tables have: a JSON object with a list of servers, groups or ranks."""
+    return content.lstrip()[:1] == b"{" and any(
+        key in content for key in (b'"server_list"', b'"group_list"', b'"rank_list"')
+    )
 
 
 def read_rank_table(path: str) -> RankTable:
@@ -79,7 +83,7 @@ def parse_rank_table(content: bytes, file: str) -> RankTable:
         run from 0 on, server by server.
     """
     data = _data(content, file)
-    form = _GroupTable if "group_list" in data else _ServerTable
+    form = next(form for key, form in _FORMS.items() if key in data)
     try:
         part = form.model_validate(data)
     except ValidationError as error:
@@ -95,12 +99,12 @@ def parse_rank_table(content: bytes, file: str) -> RankTable:
 
 def _data(content: bytes, file: str) -> dict[str, Any]:
     data = RANK_TABLE.json(content, file)
-    if not isinstance(data, dict) or not {"group_list", "server_list"} & set(data):
-        raise ProfileError(f"{file} has neither group_list nor server_list, so it is no rank table; {REMEDY}")
+    if not isinstance(data, dict) or not _FORMS.keys() & set(data):
+        raise ProfileError(f"{file} has none of {', '.join(_FORMS)}, so it is no rank table; {REMEDY}")
     return data
 
 
-# The three forms
+# The forms
 
 
 def _as_text(value: object) -> object:
@@ -190,6 +194,7 @@ class _Device(_Part):
 
 class _ServerEntry(_Part):
     server_id: _Server
+    hardware_type: _Text = ""
     device: Annotated[list[_Device], Field(min_length=1, max_length=64)]
 
 
@@ -229,7 +234,74 @@ class _ServerTable(_Part):
             for device in entry.device
         )
         pods = tuple(tuple(server.server_id for server in pod.server_list) for pod in self.super_pod_list)
-        return RankTable(version=self.version, chip="", devices=_ascending(found), super_pods=pods)
+        types = {entry.hardware_type for entry in self.server_list}
+        chip = types.pop() if len(types) == 1 else ""
+        return RankTable(version=self.version, chip=chip, devices=_ascending(found), super_pods=pods)
+
+
+class _Address(_Part):
+    addr: _Text = ""
+
+
+class _NetLevel(_Part):
+    net_layer: _Number
+    net_instance_id: _Server
+    rank_addr_list: Annotated[list[_Address], Field(max_length=1024)] = []
+
+
+class _Rank(_Part):
+    rank_id: _Number
+    local_id: _Number
+    device_id: _Number
+    level_list: Annotated[list[_NetLevel], Field(min_length=1, max_length=64)]
+
+
+class _RankList(_Part):
+    """Version 2.0 has no servers: devices count from 0 in each, in the instance of the innermost network."""
+
+    version: Literal["2.0"]
+    rank_count: _Number | None = None
+    rank_list: Annotated[list[_Rank], Field(min_length=1, max_length=65536)]
+    status: Literal["completed"] = "completed"
+
+    @model_validator(mode="after")
+    def _count(self) -> Self:
+        if self.rank_count is not None and self.rank_count != len(self.rank_list):
+            raise ValueError(f"rank_count says {self.rank_count}, rank_list has {len(self.rank_list)}; make them agree")
+        return self
+
+    def table(self) -> RankTable:
+        pods: dict[str, list[str]] = {}
+        found: list[RankedDevice] = []
+        held: set[int] = set()
+        for rank in sorted(self.rank_list, key=lambda one: one.rank_id):
+            level = min(rank.level_list, key=lambda one: one.net_layer)
+            servers = pods.setdefault(level.net_instance_id, [])
+            if not servers or rank.local_id in held:
+                servers.append(f"{level.net_instance_id}/{len(servers)}")
+                held = set()
+            held.add(rank.local_id)
+            addresses = [address.addr for address in level.rank_addr_list]
+            found.append(
+                RankedDevice(
+                    rank=rank.rank_id,
+                    server=servers[-1],
+                    device=rank.local_id,
+                    address=addresses[0] if addresses else "",
+                )
+            )
+        several = any(len(servers) > 1 for servers in pods.values())
+        super_pods = tuple(map(tuple, pods.values())) if several else ()
+        return RankTable(version=self.version, chip="", devices=tuple(found), super_pods=super_pods)
+
+
+_FORMS: Mapping[str, type[_GroupTable | _ServerTable | _RankList]] = {
+    "group_list": _GroupTable,
+    "server_list": _ServerTable,
+    "rank_list": _RankList,
+}
+_EID = re.compile(r"[0-9a-fA-F]{32}")
+"""Addresses of devices on a unified bus, as tables of version 2.0 have them."""
 
 
 def _ascending(devices: Iterator[RankedDevice]) -> tuple[RankedDevice, ...]:
@@ -268,6 +340,8 @@ def _addresses(table: RankTable) -> Iterator[str]:
                     f"rank {device.rank} has no device_ip; with {len(table.servers)} servers every device needs the "
                     f"address of its port (/etc/hccn.conf)"
                 )
+            continue
+        if table.version == "2.0" and _EID.fullmatch(device.address):
             continue
         try:
             ipaddress.ip_address(device.address)

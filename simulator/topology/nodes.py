@@ -35,7 +35,7 @@ class NodeSpec:
         per device through the host processors: between HCCS quads, beside NVLink, or at the top of a PCIe tree; 0
         where there is no such way.
     group
-        devices below one first switch: of a PCIe tree, or of a supernode's first tier.
+        devices below one first switch: of a PCIe tree, or of a supernode's first tier; or joined by NVLink.
     shape
         of a torus.
     nics, nic_bandwidth_bytes_per_s
@@ -147,11 +147,20 @@ def full_mesh(place: Place) -> None:
 
 def hccs_quads(place: Place) -> None:
     """Full meshes of four that meet in the host (Atlas 800: devices 0-3 and 4-7)."""
-    quads = [place.devices[start : start + 4] for start in range(0, place.spec.devices, 4)]
-    for start in range(0, place.spec.devices, 4):
-        for one, other in itertools.combinations(range(start, start + 4), 2):
-            place.wire(one, other, place.spec.bandwidth_bytes_per_s / 3, "HCCS")
-    place.hosts(quads)
+    _islands(place, 4, "HCCS")
+
+
+def nvlink_islands(place: Place) -> None:
+    """Full meshes of `group` that meet in the host: pairs of cards with NVLink bridges."""
+    _islands(place, place.spec.group, "NVLink")
+
+
+def _islands(place: Place, size: int, kind: str) -> None:
+    starts = range(0, place.spec.devices, size)
+    for start in starts:
+        for one, other in itertools.combinations(range(start, start + size), 2):
+            place.wire(one, other, place.spec.bandwidth_bytes_per_s / (size - 1), kind)
+    place.hosts([place.devices[start : start + size] for start in starts])
 
 
 def pcie_tree(place: Place) -> None:
@@ -216,12 +225,14 @@ NODES: Mapping[str, Callable[[Place], None]] = {
     "ring": ring,
     "full-mesh": full_mesh,
     "hccs-quads": hccs_quads,
+    "nvlink-islands": nvlink_islands,
     "pcie-tree": pcie_tree,
     "supernode": supernode,
     "torus": torus,
 }
 # Machines whose devices are joined directly: a group of some of them reaches only a part of a device's links.
-MESHES = frozenset({"hybrid-cube-mesh", "ring", "full-mesh", "hccs-quads", "torus"})
+ISLANDS = frozenset({"hccs-quads", "nvlink-islands"})
+MESHES = ISLANDS | {"hybrid-cube-mesh", "ring", "full-mesh", "torus"}
 
 
 def _number(place: Sequence[int], shape: Sequence[int]) -> int:
@@ -241,9 +252,16 @@ def check_spec(spec: NodeSpec) -> None:
             f"{where}: {spec.devices} devices, groups of {spec.group}, {spec.nics} NICs; give positive counts and NICs "
             f"that divide the devices evenly"
         )
-    needs = {"hybrid-cube-mesh": spec.devices == 8, "hccs-quads": spec.devices % 4 == 0}
+    needs = {
+        "hybrid-cube-mesh": spec.devices == 8,
+        "hccs-quads": spec.devices % 4 == 0,
+        "nvlink-islands": spec.group > 1 and spec.devices % spec.group == 0,
+    }
     if not needs.get(spec.kind, True):
-        raise ProfileError(f"{where}: {spec.devices} devices; a hybrid cube mesh has 8, quads a multiple of 4")
+        raise ProfileError(
+            f"{where}: {spec.devices} devices; a hybrid cube mesh has 8, quads a multiple of 4, NVLink islands one of "
+            "their group of two or more"
+        )
     if spec.kind == "torus" and (not spec.shape or math.prod(spec.shape) != spec.devices or min(spec.shape) < 2):
         raise ProfileError(
             f"{where}: torus shape {spec.shape} does not hold {spec.devices} devices; give dimensions of 2 or more "

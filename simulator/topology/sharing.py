@@ -17,7 +17,7 @@ from simulator.hardware import Hardware
 from simulator.topology.cluster import topology_graph, unit_spec
 from simulator.topology.graph import Topology, Vertex
 from simulator.topology.groups import axis_groups
-from simulator.topology.nodes import MESHES, NodeSpec, node_topology
+from simulator.topology.nodes import ISLANDS, MESHES, NodeSpec, node_topology
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -277,9 +277,9 @@ def _shared_ring_bandwidths(topology: Topology, groups: Sequence[Sequence[int]])
 
 
 def _innermost(hardware: Hardware) -> NodeSpec:
-    """The node, or the one quad that is the innermost level."""
+    """The node, or the one full mesh that is the innermost level."""
     spec = unit_spec(hardware)
-    if spec.kind != "hccs-quads":
+    if spec.kind not in ISLANDS:
         return spec
     first = hardware.levels[0]
     bandwidth, latency = first.bandwidth_bytes_per_s, first.latency_s

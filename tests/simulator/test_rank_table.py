@@ -41,6 +41,36 @@ def servers(count: int, devices: list[int], version: str = "1.0") -> Table:
     }
 
 
+def ranked(count: int, devices: int) -> Table:
+    """A table of version 2.0: `count` servers on one network, whose devices count from 0 in each."""
+    return {
+        "version": "2.0",
+        "status": "completed",
+        "rank_count": count * devices,
+        "rank_list": [
+            {
+                "rank_id": rank,
+                "local_id": rank % devices,
+                "device_id": rank % devices,
+                "level_list": [
+                    {"net_layer": 1, "net_instance_id": "all", "net_type": "CLOS", "rank_addr_list": []},
+                    {
+                        "net_layer": 0,
+                        "net_instance_id": "pod0",
+                        "net_type": "TOPO_FILE_DESC",
+                        "rank_addr_list": [{"addr_type": "EID", "addr": f"{rank:032x}", "ports": ["0/0"]}],
+                    },
+                ],
+            }
+            for rank in range(count * devices)
+        ],
+    }
+
+
+def _set_address(table: Table, address: str) -> None:
+    table["rank_list"][0]["level_list"][1]["rank_addr_list"][0]["addr"] = address
+
+
 def old(devices: list[int], chip: str = "910") -> Table:
     """A table of the oldest form: one server."""
     return {
@@ -167,7 +197,10 @@ WRONG: dict[str, tuple[Table, str, str]] = {
     "devices descend": (servers(1, [1, 0]), A2, "device_id is 1, 0 in the order of ranks"),
     "old count": (edited(old([0, 1]), lambda t: t["group_list"][0].update(device_num="8")), "", "device_num says 8"),
     "odd dies": (servers(1, [0, 1, 2], version="1.2"), "cloudmatrix384", "two dies, and both take part"),
-    "no table": ({"format": "x"}, A2, "neither group_list nor server_list"),
+    "no table": ({"format": "x"}, A2, "none of group_list, server_list, rank_list"),
+    "newer count": (ranked(1, 4) | {"rank_count": 5}, A2, "rank_count says 5, rank_list has 4"),
+    "newer chip": (ranked(1, 4), "", "version 2.0 are of Atlas 350, 850 or 950.*write the profile"),
+    "newer address": (edited(ranked(1, 4), lambda t: _set_address(t, "x")), A2, "'x' of rank 0 is no IP address"),
 }  # fmt: skip
 
 
@@ -218,3 +251,22 @@ def test_files_are_told_from_profiles() -> None:
     assert split_cluster_file("dgx-a100@machine.txt") == ("dgx-a100", "machine.txt")
     assert split_cluster_file("/home/a@b/mine.yaml") == ("/home/a@b/mine.yaml", "")
     assert split_cluster_file("mine.yaml@tables/two.json") == ("mine.yaml", "tables/two.json")
+
+
+def test_tables_of_version_2_have_servers_where_devices_begin_anew() -> None:
+    table = parse_rank_table(json.dumps(ranked(2, 4)).encode(), "table.json")
+    assert table.servers == ("pod0/0", "pod0/1")
+    assert [device.device for device in table.devices] == [0, 1, 2, 3] * 2
+    assert table.super_pods == (("pod0/0", "pod0/1"),)
+    assert parse_rank_table(json.dumps(ranked(1, 8)).encode(), "table.json").super_pods == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "profile"), [("800T-A2-64G", "ascend910b-atlas800t-a2"), ("800I-A3-64G", "cloudmatrix384")]
+)
+def test_the_type_of_a_server_tells_its_chip(kind: str, profile: str, tmp_path: Path) -> None:
+    table = servers(1, [0, 1, 2, 3])
+    table["server_list"][0]["hardware_type"] = kind
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    assert load_profile(str(path)).name.startswith(f"{profile}@")
