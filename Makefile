@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JUDGES ?= .venv-judges
-JUDGES_PYTHON ?= $(firstword $(shell command -v python3.12 2>/dev/null) $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
+# A version manager puts a python3.12 on the path that only says it is not chosen.
+JUDGES_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
+	$$python -c 'import venv' 2>/dev/null && echo $$python && break; done)
 INSTALLED := $(VENV)/.installed
 JOBS ?= 2
 
@@ -53,6 +55,7 @@ else
 judges: $(INSTALLED) $(JUDGES)/.installed
 	MESHWRIGHT_JUDGES=$(abspath $(JUDGES))/bin/python $(BIN)/python -m pytest -m slow tests/judges
 endif
+
 docs: $(INSTALLED)
 	$(BIN)/zensical build --strict
 

@@ -227,14 +227,6 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             rule="beside AutoTP experts go with ZeRO stages 0 to 2, without offload",
             remedy="use stage 2, or leave tensor parallelism out",
         )
-    ranks = config.dp
-    if config.shard_size and ranks and ranks % config.shard_size:
-        yield Violation(
-            key=KEYS["shard_size"],
-            value=str(config.shard_size),
-            remedy="use a divisor",
-            rule=f"it must divide the {ranks} data-parallel ranks",
-        )
 
 
 def recognises(name: str, text: str) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, given, settings
 
@@ -14,17 +14,24 @@ from planner.exchange.training_config import TrainingConfig
 from simulator.errors import InputError
 from tests.planner.exchange.training_configs import training_configs
 
+Item = TypeVar("Item")
+SPREAD = 3
+
 
 def drawn(form: ExchangeFormat, count: int) -> list[TrainingConfig]:
-    """The first legal configurations that hypothesis draws, each time the same."""
+    """Legal configurations that hypothesis draws, each time the same.
+
+    They are spread over more draws than are taken: those that hypothesis tries one after the other are much alike.
+    """
+    tried = SPREAD * count
     found: dict[TrainingConfig, None] = {}
 
     @settings(
-        max_examples=20 * count, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck]
+        max_examples=20 * tried, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck]
     )
     @given(config=training_configs())
     def draw(config: TrainingConfig) -> None:
-        if len(found) >= count:
+        if len(found) >= tried:
             return
         try:
             nearest = rounded(config, form.table)
@@ -36,7 +43,12 @@ def drawn(form: ExchangeFormat, count: int) -> list[TrainingConfig]:
             found[nearest] = None
 
     draw()
-    return list(found)
+    return spread(list(found), count)
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """So many of them, at even distances."""
+    return [*items[:: max(1, len(items) // count)]][:count]
 
 
 def spoiled(form: ExchangeFormat, config: TrainingConfig) -> Iterator[tuple[TrainingConfig, str]]:
@@ -46,8 +58,12 @@ def spoiled(form: ExchangeFormat, config: TrainingConfig) -> Iterator[tuple[Trai
         {"global_batch": (config.global_batch or 1) + 1},
         *([] if form.name == "deepspeed" else [{"ep": (config.ep or 1) * 3}]),  # DeepSpeed looks when it starts
         {"tensor_overlap": True, "sequence_parallel": False},
-        {"overlap_parameters": True, "optimizer_sharding": "none", "shard_size": 0},
         {"cp": 3},
+        (
+            {"optimizer_sharding": "zero3", "shard_size": 2}
+            if form.name == "deepspeed"  # whose other rules of sharding are looked at in the first step
+            else {"overlap_parameters": True, "optimizer_sharding": "none", "shard_size": 0}
+        ),
     ]
     files = [(other, form.write(other).text) for change in changes for other in [replace(config, **change)]]
     if form.name == "deepspeed":  # whose batches say how many ranks there are

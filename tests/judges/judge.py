@@ -1,7 +1,7 @@
 """Asks the frameworks themselves whether files are legal; runs in their own environment, not in ours.
 
-Reads a JSON list of cases ``{"format", "file", "devices", "data", "experts"}`` from stdin, and writes the list of their
-verdicts: an empty text for legal, else what the framework said.
+Reads a JSON list of cases ``{"format", "file", "devices", "data", "experts"}`` from stdin. Its last line is a JSON
+object with the ``verdicts``, empty for legal and else what the framework said, and the ``versions`` of packages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,7 @@ def accelerate(file: str, case: dict[str, Any]) -> None:
 
 
 JUDGES = {"megatron": megatron, "torchtitan": torchtitan, "deepspeed": deepspeed, "accelerate": accelerate}
+PACKAGES = {name: "megatron-core" if name == "megatron" else name for name in JUDGES}
 
 
 def verdict(case: dict[str, Any]) -> str:
@@ -166,4 +168,6 @@ def verdict(case: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps([verdict(case) for case in json.load(sys.stdin)]))
+    found = [verdict(case) for case in json.load(sys.stdin)]
+    versions = {name: metadata.version(name) for name in PACKAGES.values()}
+    sys.stdout.write("\n" + json.dumps({"verdicts": found, "versions": versions}))

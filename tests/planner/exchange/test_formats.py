@@ -220,3 +220,13 @@ def test_what_computes_again_layer_by_layer_is_rounded_to_more() -> None:
         rounded(replace(mixed, recompute_layers=("full", "selective") * 16), FORMATS["galvatron"].table).recompute
         == "full"
     )
+
+
+def test_groups_of_shards_are_gone_from_deepspeed() -> None:
+    form = FORMATS["deepspeed"]
+    config = usual(pp=1, schedule="none", tp=1, etp=1, devices=16, optimizer_sharding="zero3", shard_size=8)
+    read = form.read(form.write(config).text, "ds_config.json")
+    assert [broken.key for broken in form.violations(read.config) if "shard" in broken.key] == [
+        "zero_optimization.mics_shard_size"
+    ]
+    assert rounded(config, form.table).shard_size == 0
