@@ -17,8 +17,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # One thread a process: the suite runs several processes side by side, and results do not depend on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Captured graphs are kept from run to run beside pytest's own cache, not in the user's home.
-os.environ.setdefault("XDG_CACHE_HOME", str(Path(__file__).parent / ".pytest_cache" / "captures"))
+# Captured graphs are kept from run to run beside pytest's own cache, not in the user's.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent / ".pytest_cache" / "captures")
 
 # What runs in the background may have interrupts ignored, and with it every process that tests start to interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

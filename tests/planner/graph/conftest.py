@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -26,9 +26,10 @@ def small_network(name: str) -> Network:
     """A small network of a built-in kind."""
     if name == "resnet50":
         network = load_network("zoo:resnet50")
-        return replace(network, inputs=(replace(network.inputs[0], shape=(3, 64, 64)), network.inputs[1]), content="")
+        inputs = (replace(network.inputs[0], shape=(3, 64, 64)), network.inputs[1])
+        return replace(network, inputs=inputs, content=f"{network.content} of 64 × 64 pixels")
     if name == "mlp":
-        return replace(load_network("zoo:mlp"), content="")
+        return load_network("zoo:mlp")
     config = CONFIGS[name]
     return Network(
         name=name,
@@ -41,6 +42,7 @@ def small_network(name: str) -> Network:
         inputs=language_inputs(config.vocabulary, LENGTH, masked=name == "bert"),
         make=partial(make_language_module, config),
         depth=config.layers,
+        content=f"{name} {config} {LENGTH}",
     )
 
 
@@ -56,11 +58,3 @@ def full_graph() -> Callable[[str], OperatorGraph]:
         return graphs[name]
 
     return captured
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep captured graphs out of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
