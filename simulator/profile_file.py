@@ -37,6 +37,7 @@ from simulator.profile_parts import Count, Dtype, Fraction, Name, NonNegative, P
 from simulator.profile_sharing import ConditionsPart, CrowdingPart, SlowdownPart
 from simulator.profile_topology import TopologyPart
 from simulator.program import WIDER_CLASS, Collective, Kernel, described_class
+from simulator.shipped_profiles import with_base
 from simulator.topology import check_graph
 from simulator.whole_file import write_whole
 
@@ -187,7 +188,7 @@ def parse_profile(content: bytes, file: str) -> Hardware:
     data = PROFILE.yaml(content, file)
     if not isinstance(data, dict):
         raise ProfileError(f"profile {file} is empty or no mapping; {REMEDY}")
-    hardware = _hardware(_validate(data, file))
+    hardware = _hardware(_validate(with_base(data, file), file))
     try:
         check_graph(hardware)
     except ProfileError as error:
@@ -197,7 +198,7 @@ def parse_profile(content: bytes, file: str) -> Hardware:
 
 def check_content(content: Mapping[str, object], file: str) -> tuple[str, Hardware]:
     """YAML text and hardware of `content`; ProfileError names `file` and the field that is wrong."""
-    _validate(dict(content), file)
+    _validate(with_base(content, file), file)
     plain = json.loads(json.dumps(dict(content)))  # no object twice: the dumper would write aliases
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
     return text, parse_profile(text.encode(), file)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simulator.errors import ProfileError
 from simulator.hardware import PROFILE_SUFFIX, PROFILE_SUFFIXES, Hardware, is_profile_path
 from simulator.input_file import is_regular
+from simulator.shipped_profiles import shipped_names as profile_names
+from simulator.shipped_profiles import shipped_text
 
 if TYPE_CHECKING:
     from simulator.mixed_cluster import MixedCluster
 
+__all__ = [
+    "CLUSTER_FORMAT",
+    "check_profile",
+    "cluster_at",
+    "is_cluster_file",
+    "load_cluster",
+    "load_profile",
+    "profile_names",
+    "profile_text",
+    "split_cluster_file",
+    "write_profile",
+]
 CLUSTER_FILE_SUFFIXES = (".json", ".txt")
 CLUSTER_FORMAT = re.compile(rb"^format: *meshwright-cluster *$", re.MULTILINE)
-
-
-def profile_names() -> list[str]:
-    """Names of the shipped profiles, sorted."""
-    files = resources.files("hw_profiles").iterdir()
-    return sorted(entry.name[: -len(PROFILE_SUFFIX)] for entry in files if entry.name.endswith(PROFILE_SUFFIX))
 
 
 def load_profile(name_or_path: str) -> Hardware:
@@ -50,13 +56,7 @@ def profile_text(name_or_path: str) -> tuple[bytes, str]:
     if is_profile_path(name_or_path):
         path = os.path.expanduser(name_or_path)  # noqa: PTH111 pathlib raises where it knows no home
         return PROFILE.read(path), path
-    names = profile_names()
-    if name_or_path not in names:
-        near = difflib.get_close_matches(name_or_path, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known profiles: {', '.join(names)}"
-        raise ProfileError(f"no hardware profile is named {name_or_path!r}; {hint} (or give the path of a YAML file)")
-    resource = resources.files("hw_profiles") / (name_or_path + PROFILE_SUFFIX)
-    return resource.read_bytes(), f"hw_profiles/{name_or_path}{PROFILE_SUFFIX}"
+    return shipped_text(name_or_path), f"hw_profiles/{name_or_path}{PROFILE_SUFFIX}"
 
 
 def split_cluster_file(text: str) -> tuple[str, str]:

@@ -16,13 +16,14 @@ profiles = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 def _profiles(
     context: typer.Context, as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFlag = False
 ) -> None:
-    """List, show and check hardware profiles; write rank tables.
+    """List, show, check and make hardware profiles; write rank tables.
 
     \b
     Example:
       meshwright profiles
       meshwright profiles show dgx-a100
       meshwright profiles check my-cluster.yaml
+      meshwright profiles new my-h100 --from dgx-h100 --set nodes.network=100Gb
       meshwright profiles rank-table ascend910b-atlas800t-a2 --servers 10.0.0.1,10.0.0.2
     """
     if context.invoked_subcommand is None:
@@ -112,6 +113,42 @@ def check(
         terminal.line(f"{file}: profile {hardware.name} is valid ({len(hardware.rows)} numbers with their sources)")
         if is_cluster_file(file):
             terminal.line(f"{hardware.max_devices} devices as the file joins them: plan with --hw {file}")
+
+
+@profiles.command("new")
+def new_profile(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new profile.")],
+    base: Annotated[str, typer.Option("--from", metavar="PROFILE", help="The shipped profile that it is based on.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A number that is other than there.")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Where to write it; NAME.yaml unless given.")] = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Write a profile that is a shipped one with some numbers set.
+
+    Keys are nodes.devices, nodes.network (the rate of a port), nodes.nics, nodes.links, nodes.memory, device.name,
+    device.memory, device.bandwidth, device.power, or the path of any number that `profiles show` lists.
+
+    \b
+    Example:
+      meshwright profiles new my-h100 --from dgx-h100 --set nodes.network=100Gb --set nodes.devices=4
+      meshwright plan zoo:gpt2 --hw my-h100.yaml --devices 8
+    """
+    from planner.planning.documents import profile_document
+    from simulator.profile_new import new_profile as made
+    from simulator.profiles import write_profile
+
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    path = out or f"{name}.yaml"
+    check_out("--out", path)
+    hardware = write_profile(made(name, base, settings or ()), path)
+    if terminal.json:
+        terminal.document({**profile_document(hardware), "file": path, "valid": True})
+    elif not terminal.quiet:
+        terminal.line(f"{path}: profile {name}, based on {base}; plan with --hw {path}")
 
 
 @profiles.command("rank-table")
