@@ -160,6 +160,8 @@ def test_text_around_the_numbers_stays() -> None:
 @pytest.mark.parametrize("name", profile_names())
 def test_writing_a_number_changes_nothing_else(name: str) -> None:
     text = (shipped_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    if "based_on: " in text:
+        pytest.skip("has no fitted numbers of its own")
     field = {"value": 0.5, "source": "assumed: any number"}
     changed = with_fields(text, {"kernels.matmul.compute_efficiency": field})
     before, after = numbers(text), numbers(changed)

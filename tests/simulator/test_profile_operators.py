@@ -34,7 +34,7 @@ def content() -> dict[str, Any]:
 @pytest.mark.parametrize("name", profile_names())
 def test_every_shipped_profile_describes_its_operators(name: str) -> None:
     hardware = load_profile(name)
-    assert hardware.multiprocessors >= 20
+    assert hardware.multiprocessors >= 2
     assert hardware.matmul_models
     assert hardware.attention_models
     assert hardware.convolution_efficiency
