@@ -37,8 +37,8 @@ def load_profile(name_or_path: str) -> Hardware:
     """Load a profile by its name in `hw_profiles` or by the path of a YAML file.
 
     Whatever ends in ``.yaml`` or ``.yml`` or holds a path separator is a path. ``PROFILE@FILE`` is a profile cut and
-    joined as the file of a real cluster says: an HCCL rank table (``.json``) or the text of ``nvidia-smi topo -m``; a
-    rank table that names its chip needs no profile before it.
+    joined as the file of a real cluster says: an HCCL rank table (``.json``), the text of ``nvidia-smi topo -m`` or an
+    InfraGraph (``.json``, ``.yaml``); a rank table that names its chip needs no profile before it.
     """
     from simulator.profile_file import parse_profile
 
@@ -66,7 +66,7 @@ def split_cluster_file(text: str) -> tuple[str, str]:
     (('dgx-a100', 'topo.txt'), ('', 'rank_table.json'), ('l40s', ''))
     """
     profile, at, file = text.rpartition("@")
-    if at and profile and not text.endswith(PROFILE_SUFFIXES) and not is_regular(text):
+    if at and profile and not is_regular(text) and (is_regular(file) or not text.endswith(PROFILE_SUFFIXES)):
         return profile, file
     return ("", text) if text.endswith(CLUSTER_FILE_SUFFIXES) else (text, "")
 
@@ -91,12 +91,12 @@ def check_profile(path: str) -> Hardware:
 
 def _described(profile: str, file: str) -> Hardware:
     """Hardware of the cluster that `file` describes, of the devices of `profile`."""
-    from simulator.cluster_files import described_hardware, matrix_hardware
+    from simulator.cluster_files import described_hardware, infragraph_hardware, is_infragraph, matrix_hardware
     from simulator.profile_file import PROFILE
 
     content = PROFILE.read(file)
     read = described_hardware if file.endswith(".json") else matrix_hardware
-    return read(content, file, profile, load_profile)
+    return (infragraph_hardware if is_infragraph(content) else read)(content, file, profile, load_profile)
 
 
 def _parse(content: bytes, file: str) -> Hardware:

@@ -151,6 +151,35 @@ def new_profile(
         terminal.line(f"{path}: profile {name}, based on {base}; plan with --hw {path}")
 
 
+@profiles.command("infragraph")
+def infragraph(
+    name: Annotated[str, typer.Argument(metavar="PROFILE", help="Profile of the nodes.")],
+    devices: Annotated[int, typer.Option("--devices", min=1, help="Devices of whole nodes.")],
+    out: Annotated[str, typer.Option("--out", help="Where to write it.")] = "infragraph.json",
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Write nodes of a profile as an InfraGraph, for simulators of networks.
+
+    \b
+    Example:
+      meshwright profiles infragraph dgx-h100 --devices 16
+      meshwright plan zoo:gpt2 --hw dgx-h100@infragraph.json --devices 16
+    """
+    import json
+
+    from simulator.cluster_files import infragraph as made
+    from simulator.profiles import load_profile
+    from simulator.whole_file import write_whole
+
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    check_out("--out", out)
+    path = write_whole(out, json.dumps(made(load_profile(name), devices), indent=1) + "\n")
+    said = f"{path}: {devices} devices of {name}"
+    terminal.result({"infragraph": str(path), "devices": devices}, str(path), lambda: iter([said]))
+
+
 @profiles.command("rank-table")
 def rank_table(
     source: Annotated[str, typer.Argument(metavar="PROFILE|FILE", help="Profile of the servers, or a rank table.")],

@@ -1,6 +1,7 @@
-"""Files that describe one real cluster: HCCL rank tables, and the matrix of ``nvidia-smi topo -m``."""
+"""Files that describe one real cluster: HCCL rank tables, the matrix of ``nvidia-smi topo -m``, InfraGraphs."""
 
 from simulator.cluster_files.described import described_hardware
+from simulator.cluster_files.infragraph import infragraph, infragraph_hardware, is_infragraph
 from simulator.cluster_files.nvidia_matrix import NvidiaMatrix, is_matrix, matrix_hardware, parse_nvidia_matrix
 from simulator.cluster_files.rank_table import (
     RankedDevice,
@@ -17,6 +18,9 @@ __all__ = [
     "RankedDevice",
     "TableForm",
     "described_hardware",
+    "infragraph",
+    "infragraph_hardware",
+    "is_infragraph",
     "is_matrix",
     "is_rank_table",
     "matrix_hardware",

@@ -32,6 +32,8 @@ COMMANDS = (
     ["profiles", "list"],
     ["profiles", "show"],
     ["profiles", "check"],
+    ["profiles", "new"],
+    ["profiles", "infragraph"],
     ["profiles", "rank-table"],
     ["software"],
     ["software", "list"],
