@@ -245,7 +245,7 @@ class Configured:
         """
         options = (wanted, devices, limit_bytes, solves)
         if not self.hints:
-            return self._explore(pins, *options, incumbent_s, until_found, patience)
+            return self._explore_messages(pins, options, incumbent_s, until_found, patience)
         try:
             return self._explore_meshes(pins, options, incumbent_s, until_found, patience)
         except ContextError:
@@ -253,6 +253,28 @@ class Configured:
                 raise
         anywhere = replace(self, hints=replace(self.hints, anywhere=True))
         return anywhere._explore_meshes(pins, options, incumbent_s, until_found, patience)
+
+    def _explore_messages(
+        self, pins: Pins, options: tuple[int, int | None, float | None, int | None], incumbent_s: float, first: bool,
+        patience: Patience | None,
+    ) -> Explored:  # fmt: skip
+        """Search the space that pins leave; where weights of experts may be gathered, that with tokens as well.
+
+        Labels are the best at prices of time, kept bytes and parameters. What gathered weights cost besides depends on
+        micro-batches and storages, which no price tells, so that labels with them may hide those without.
+        """
+        explored = self._explore(pins, *options, incumbent_s, first, patience)
+        if not self._gathers_experts(pins) or explored.interrupted or (first and explored.found):
+            return explored
+        tokens = replace(pins, expert_messages="tokens")
+        extent = self.extent(tokens, options[1])
+        if next(bases(extent), None) is None:
+            return explored
+        return joined([explored, self._explore(tokens, *options, incumbent_s, first, patience)])
+
+    def _gathers_experts(self, pins: Pins) -> bool:
+        """Whether ranks of an expert axis may gather the weights of others instead of sending tokens."""
+        return experts_of(self.graph) > 0 and pins.ep != 1 and not pins.experts_stay and not pins.expert_overlap
 
     def _explore_meshes(
         self, pins: Pins, options: tuple[int, int | None, float | None, int | None], incumbent_s: float, first: bool,
@@ -414,8 +436,14 @@ class Configured:
                 foretell=partial(self._foretold, explored, placed),
                 settle=partial(self._fitting, explored, placed),
             )
-            for placed in diverse(explored.found, count)
+            for placed in self._shown(explored.found, count)
         ]
+
+    @staticmethod
+    def _shown(found: Sequence[Placed], count: int) -> list[Placed]:
+        """Plans to simulate, best first: of those that may gather weights of experts, and of those that send tokens."""
+        apart = ([p for p in found if p.tables.experts_stay is stay] for stay in (False, True))
+        return sorted((p for each in apart for p in diverse(each, count)), key=lambda placed: placed.objective_s)
 
     def check_kept(self, explored: Explored, scored: Sequence[Scored]) -> None:
         """Raise ContextError where nothing is left because hints are not kept."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from planner.planning.beside import Beside
@@ -19,6 +20,11 @@ from planner.search.configurations.explored import Explored, Placed
 
 SURE = 3
 """So many of its plans are mostly simulated: others come from the search of operators."""
+
+
+def least_objective_s(scored: Iterable[Scored]) -> float:
+    """The least closed form of plans that fit in simulation, infinite where there is none."""
+    return min((one.placed.objective_s for one in scored), default=inf)
 
 
 class FoundConfigurations:

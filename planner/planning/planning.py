@@ -21,7 +21,7 @@ from planner.planning.explanations import (
     pin_messages,
     reason,
 )
-from planner.planning.found_configurations import FoundConfigurations
+from planner.planning.found_configurations import FoundConfigurations, least_objective_s
 from planner.planning.hosted import as_simulated, simulated_costs
 from planner.planning.infeasible import why_infeasible
 from planner.planning.one_stage import Candidate, OneStage, OneStagePlans, search_one_stage
@@ -241,7 +241,7 @@ def _planned(
     if not ranked:
         patience.give_up()
     refining = time.perf_counter() - began
-    candidates = proven(graph, _certified(_with_reasons(ranked, found, hardware)))
+    candidates = proven(graph, _certified(_with_reasons(ranked, found, hardware), found))
     timings = {
         "capture": setting.captured - setting.started,
         "rules": setting.ruled - setting.captured,
@@ -519,8 +519,20 @@ def _with_reasons(
     )
 
 
-def _certified(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """The same with what is proven of them where the closed form leaves out what their pins cost."""
-    least = min((c.prediction.step_time_s for c in candidates), default=0.0)
-    proven = ((c, as_simulated(c.plan.certificate, c.plan, least)) for c in candidates)
-    return tuple(replace(c, plan=replace(c.plan, certificate=certificate)) for c, certificate in proven)
+def _certified(candidates: tuple[Candidate, ...], found: FoundConfigurations | None) -> tuple[Candidate, ...]:
+    """The candidates with certificates that hold for what was simulated.
+
+    The objective is the least of the plans that fit in simulation; neither it nor the bound lies above a step shown
+    that they speak of.
+    """
+    least_s = min((c.prediction.step_time_s for c in candidates), default=0.0)
+    fitting_s = 0.0 if found is None or not found.scored else least_objective_s(found.scored)
+    made = []
+    for candidate in candidates:
+        certificate = as_simulated(candidate.plan.certificate, candidate.plan, least_s)
+        if certificate.of_mesh:
+            certificate = certificate.below(candidate.prediction.step_time_s)
+        else:
+            certificate = certificate.of_fitting(fitting_s).below(least_s)
+        made.append(replace(candidate, plan=replace(candidate.plan, certificate=certificate)))
+    return tuple(made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from planner.graph.folding import template_name
@@ -26,15 +26,20 @@ class Status(StrEnum):
     INFEASIBLE = "infeasible"
 
 
+_SAME = 1e-9
+"""Relative difference of objectives that are one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
     """What the search proved: the least objective found, and a bound that no plan of what was searched can beat.
 
     Where operators were searched one by one on a mesh, the objective is the plan's own, that of
     `planner.search.problem.problem`, and the bound holds for the same mesh, micro-batches and memory limit. Else both
-    speak of the closed form of `planner.search.configurations.step_model`: ``objective_s`` is the least that was found
-    and the bound holds for every configuration that the pins leave. The plan shown is the one whose simulated step is
-    shortest; its own closed form may be longer, and stands with the prediction. The gap does not count that. Where the
+    speak of the closed form of `planner.search.configurations.step_model`: ``objective_s`` is the least of the plans
+    that fit in simulation, and the bound holds for every configuration that the pins leave. The plan shown is the one
+    whose simulated step is shortest; its own closed form may be longer, and stands with the prediction. The gap does
+    not count that. Where a step simulates shorter, it takes the place of what is longer. Where the
     closed form leaves out what pins cost (`planner.planning.hosted.left_out`), ``objective_s`` is the least simulated
     step.
 
@@ -62,6 +67,22 @@ class Certificate:
     def of_mesh(self) -> bool:
         """Whether the bound holds for the plan's mesh alone."""
         return not self.configurations
+
+    def of_fitting(self, objective_s: float) -> Certificate:
+        """The same where the least objective of plans that fit is `objective_s`: no less than the least of all."""
+        if objective_s <= self.objective_s * (1 + _SAME):
+            return self
+        status = Status.BOUNDED if self.status is Status.OPTIMAL else self.status
+        return replace(self, status=status, objective_s=objective_s)
+
+    def below(self, step_s: float) -> Certificate:
+        """The same where a plan of what was searched simulates in `step_s`, which the closed form may exceed a little.
+
+        An optimum stays one: closed form and simulation agree to a few percent.
+        """
+        if step_s >= self.lower_bound_s and step_s >= self.objective_s:
+            return self
+        return replace(self, objective_s=min(self.objective_s, step_s), lower_bound_s=min(self.lower_bound_s, step_s))
 
     @property
     def gap(self) -> float:

@@ -267,7 +267,7 @@ def test_a_tight_memory_is_kept_by_every_candidate(tmp_path: Path, needs: int) -
         certificate = candidate.plan.certificate
         assert certificate.lower_bound_s <= certificate.objective_s
         assert (certificate.status is Status.OPTIMAL) == (certificate.gap <= 1e-6)
-        assert certificate.gap < 0.15
+        assert certificate.gap < 0.2
 
 
 def test_less_memory_never_makes_the_best_plan_faster(tmp_path: Path, tiny: SearchResult, needs: int) -> None:

@@ -126,6 +126,9 @@ def degrees(extent: Extent) -> Iterator[tuple[int, int, int, int, int]]:
     The tensor axis is wider than `WIDEST_TENSOR` nodes where the batch does not divide by what is left of the devices.
     """
     found = [*_degrees(extent, WIDEST_TENSOR * extent.hardware.devices_per_node)]
+    if extent.pins.experts_stay and extent.pins.ep is None:
+        # Tokens travel over an expert axis: without one there is nothing to ask of them.
+        found = [each for each in found if each[3] > 1] or found
     if any(extent.global_batch % data_parallel == 0 for _, data_parallel, *_ in found):
         yield from found
     else:

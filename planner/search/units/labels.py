@@ -77,6 +77,11 @@ class StageTables:
         return tuple(unit.count for unit in self.chain.units)
 
     @property
+    def experts_stay(self) -> bool:
+        """Whether ranks of an expert axis keep their own experts, so that tokens travel."""
+        return self.parts.setting.experts_stay
+
+    @property
     def boundaries(self) -> tuple[BoundaryStates, ...]:
         """States of each boundary with their bytes."""
         return self._stage.boundaries
