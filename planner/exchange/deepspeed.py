@@ -11,11 +11,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.keyed import Document
 from planner.exchange.training_config import TrainingConfig
 from simulator.errors import InputError
 
 VERSION = "0.19"
+_KNOWN = "zero_optimization.overlap_comm", "zero_allow_untested_optimizer"
 STAGES = ("none", "zero1", "zero2", "zero3")
 KEYS: Mapping[str, str] = {
     "devices": "world size",
@@ -30,18 +32,6 @@ KEYS: Mapping[str, str] = {
     "offload_optimizer": "zero_optimization.offload_optimizer",
     "offload_parameters": "zero_optimization.offload_param",
     "precision": "bf16",
-}
-READ: Mapping[str, tuple[str, ...]] = {
-    "train_batch_size": (),
-    "train_micro_batch_size_per_gpu": (),
-    "gradient_accumulation_steps": (),
-    "zero_optimization": ("stage", "mics_shard_size", "offload_optimizer", "offload_param", "overlap_comm"),
-    "tensor_parallel": ("autotp_size",),
-    "expert_parallel": ("enabled", "autoep_size", "expert_tensor_parallel_size"),
-    "sequence_parallel_size": (),
-    "bf16": ("enabled",),
-    "fp16": ("enabled",),
-    "zero_allow_untested_optimizer": (),
 }
 SILENT = frozenset(
     {
@@ -109,19 +99,26 @@ def read(text: str, source: str) -> ReadConfig:
     InputError
         The file is no JSON object, or a value is of a wrong type.
     """
-    raw = CONFIGURATION.json(text, source)
-    if not isinstance(raw, dict):
-        raise InputError(f"{source} is no JSON object; give a configuration of DeepSpeed")
-    zero, tensor, expert = (_section(raw, name) for name in ("zero_optimization", "tensor_parallel", "expert_parallel"))
-    stage = _number(zero, "stage", source, 0)
+    raw = Document.json(text, source, "DeepSpeed")
+    # What is "auto" is for the code that reads the file to fill in.
+    raw.values = {key: value for key, value in raw.values.items() if value != "auto"}
+    stage = raw.number("zero_optimization.stage", 0, 0)
     if stage > 3:
         raise InputError(f"{source}: zero_optimization.stage = {stage} is not one of 0, 1, 2, 3")
-    tp, cp = max(1, _number(tensor, "autotp_size", source, 1)), _number(raw, "sequence_parallel_size", source, 1)
-    batch, micro, steps = (_optional(raw, name, source) for name in list(READ)[:3])
+    tp, cp = max(1, raw.number(KEYS["tp"], 1, 0)), raw.number(KEYS["cp"])
+    batch, micro, steps = (
+        raw.optional(key) for key in (KEYS["global_batch"], KEYS["micro_batch"], "gradient_accumulation_steps")
+    )
     batch, micro, violations = _batch(batch, micro, steps)
     ranks = batch // (micro * steps) if batch and micro and steps else None
-    ep = _number(expert, "autoep_size", source, 1) if expert.get("enabled") else 1
-    mics = zero.get("mics_shard_size", -1)
+    experts, degree = raw.flag("expert_parallel.enabled"), raw.number(KEYS["ep"])
+    ep, mics = degree if experts else 1, raw.get(KEYS["shard_size"], -1)
+    precisions = {name: raw.flag(f"{name}.enabled") for name in ("bf16", "fp16")}
+    away = {
+        name: raw.get(f"{KEYS[name]}.device", "none") != "none" for name in ("offload_optimizer", "offload_parameters")
+    }
+    for prefix in ("meshwright", KEYS["offload_optimizer"], KEYS["offload_parameters"], KEYS["etp"], *_KNOWN):
+        raw.pass_over(prefix)
     config = TrainingConfig(
         devices=ranks * tp * cp if ranks else None,
         tp=tp,
@@ -134,18 +131,17 @@ def read(text: str, source: str) -> ReadConfig:
         schedule="none",
         micro_batch=micro,
         global_batch=batch,
-        precision=next((name for name in ("bf16", "fp16") if _section(raw, name).get("enabled")), "fp32"),
+        precision=next((name for name, used in precisions.items() if used), "fp32"),
         optimizer_sharding=STAGES[stage],
         shard_size=mics if isinstance(mics, int) and mics > 0 else 0,
         sequence_parallel=False,
         context_algorithm="all_to_all" if cp > 1 else "none",
-        offload_optimizer=_away(zero, "offload_optimizer"),
-        offload_parameters=_away(zero, "offload_param"),
+        **away,
         offload_activations=False,
         tensor_overlap=False,
         expert_overlap=False,
     )
-    return ReadConfig(config=config, not_read=tuple(_not_read(raw)), violations=violations)
+    return ReadConfig(config=config, not_read=raw.unread(), violations=violations)
 
 
 def _batch(
@@ -169,38 +165,6 @@ def _batch(
         )
         return batch, micro, (broken,)
     return batch, micro, ()
-
-
-def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = raw.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def _optional(raw: Mapping[str, Any], key: str, source: str) -> int | None:
-    """A whole number, None where it is left out or ``"auto"``."""
-    return None if raw.get(key) in (None, "auto") else _number(raw, key, source, 1)
-
-
-def _number(raw: Mapping[str, Any], key: str, source: str, default: int) -> int:
-    value = raw.get(key, default)
-    value = default if value == "auto" else value
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 2**40 or (value == 0 and default):
-        raise InputError(f"{source}: {key} = {value!r} is no whole number of at least {min(default, 1)}; correct it")
-    return value
-
-
-def _away(zero: Mapping[str, Any], name: str) -> bool:
-    return bool(_section(zero, name).get("device", "none") != "none")
-
-
-def _not_read(raw: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in raw.items():
-        if name == "meshwright":
-            continue
-        if name not in READ:
-            yield name
-        elif isinstance(value, dict):
-            yield from (f"{name}.{key}" for key in value if key not in READ[name])
 
 
 def rules(config: TrainingConfig) -> Iterator[Violation]:
