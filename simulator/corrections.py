@@ -19,7 +19,7 @@ from simulator.crowding import crowded
 from simulator.expert_messages import expert_exposed, sent_share
 from simulator.hardware import Hardware
 from simulator.kept_parameters import gathers
-from simulator.launches import message_launch_s, sharded_factor, tensor_exposed
+from simulator.launches import sharded_factor, tensor_exposed
 from simulator.program import CONVOLUTIONS, Collective, Kernel
 from simulator.topology import GroupShape
 
@@ -30,6 +30,7 @@ FACTORS: Mapping[Kernel, str] = {
     Kernel.ATTENTION: "attention",
     **dict.fromkeys(CONVOLUTIONS, "convolution"),
     Kernel.OPTIMIZER: "optimizer",
+    Kernel.ACCUMULATION: "accumulation",
     **dict.fromkeys(
         (
             Kernel.ELEMENTWISE,
@@ -47,8 +48,8 @@ FACTORS: Mapping[Kernel, str] = {
         "memory",
     ),
 }
-"""Keys of ``Hardware.training`` by kernel. Views cost nothing anyway, and sums of gradients are as fast as memory is:
-what whole steps put on norms, dropout and casts, which software fuses or not, says nothing of them."""
+"""Keys of ``Hardware.training`` by kernel. Views cost nothing anyway. Sums of gradients are as fast as memory is, or
+cost nothing where products add to them (``planned_accumulation`` 0)."""
 
 
 def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: float) -> float:
@@ -68,7 +69,7 @@ def message_time(
     sharded: bool | BoolArray = False,
     axis: str = "",
 ) -> FloatArray:
-    """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it, with their launches.
+    """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it.
 
     Those of ``sharded`` parameters (`simulator.program.Task.sharded`) may travel one by one, and some of them once
     more (`simulator.kept_parameters`), those along ``axis``
@@ -81,14 +82,14 @@ def message_time(
     times: float | FloatArray = factors.time
     if factors.sharded != factors.time:
         times = np.where(sharded, factors.sharded * gathers(collective, payload), factors.time)
-    alone = collective_time(hardware, collective, payload, group) * times + factors.launch_s
+    alone = collective_time(hardware, collective, payload, group) * times
     return crowded(hardware.crowding, alone, group.size, hardware.processes) if hardware.crowding else alone
 
 
 def one_message_time(hardware: Hardware, collective: Collective, payload: float, group: GroupShape) -> float:
     """`message_time` of a single payload, to the last digit, without arrays."""
     factors = _message_factors(hardware, collective, group, "")
-    alone = collective_time(hardware, collective, payload * factors.bytes_sent, group) * factors.time + factors.launch_s
+    alone = collective_time(hardware, collective, payload * factors.bytes_sent, group) * factors.time
     if not hardware.crowding:
         return alone
     return float(crowded(hardware.crowding, np.full(1, alone), group.size, hardware.processes)[0])
@@ -111,12 +112,11 @@ def telling_marks(
 
 
 class _MessageFactors(NamedTuple):
-    """Factors on the time of messages and on that of sharded parameters, part of bytes sent, seconds of a launch."""
+    """Factors on the time of messages and on that of sharded parameters, and the part of bytes that is sent."""
 
     time: float
     sharded: float
     bytes_sent: float
-    launch_s: float
 
 
 @lru_cache(maxsize=4096)
@@ -124,7 +124,7 @@ def _message_factors(hardware: Hardware, collective: Collective, group: GroupSha
     factor = _factor(hardware.training, "outside" if group.outermost else "inside")
     factor *= tensor_exposed(hardware, collective, axis) * expert_exposed(hardware, collective, axis)
     sent = sent_share(hardware, collective, axis, group)
-    return _MessageFactors(factor, factor * sharded_factor(hardware), sent, message_launch_s(hardware, group))
+    return _MessageFactors(factor, factor * sharded_factor(hardware), sent)
 
 
 def _factor(training: Mapping[str, float], name: str) -> float:

@@ -5,8 +5,8 @@ messages of a pass are shorter than their launches, the device waits for the hos
 which they are launched. A profile states the time of one launch (``training.planned_launch_s``): what devices and the
 usual software need for an operator of a network. Without it the host counts for nothing.
 
-Where the software is known (``training.planned_message_launches``), so is how its hosts launch messages: ranks meet at
-one, so that none catches up meanwhile what its launches are behind, and each begins when the last rank has launched it.
+Where the software is known (``training.planned_message_launches``), so is how its hosts launch messages: each takes
+launches as kernels do, and begins when the last rank has launched it.
 Kernels vary in length around their mean, and either waits for the other well before both are equally long. What works
 element by element, one right after the other, is launched once, as are norms and rotary embeddings of such software.
 A step and its micro-batches then also take what the host does once for each (``training.planned_step_s``,
@@ -108,38 +108,39 @@ def without_fixed_time(hardware: Hardware) -> Hardware:
     return replace(hardware, training=rest)
 
 
-def pass_time(hardware: Hardware, whole_s: FloatArray, messages_s: FloatArray, launches: FloatArray) -> FloatArray:
-    """Seconds (n,) of passes at the pace of the host.
+def pass_time(hardware: Hardware, whole_s: FloatArray, launches: FloatArray) -> FloatArray:
+    """Seconds (n,) of passes at the pace of the host, which runs ahead of messages as of kernels.
 
-    With l the time of a launch, n kernels and X seconds of messages among the W of a pass, it takes ``max(W, n l)``;
-    where the software is known ``X + ((W - X)^p + (n l)^p)^(1/p)``.
+    With l the time of a launch, n launches and W seconds of kernels and messages a pass takes ``max(W, n l)``, and where
+    the software is known ``(W^p + (n l)^p)^(1/p)``.
 
     Parameters
     ----------
-    whole_s, messages_s : array, shape (n,)
-        Kernels and messages of a pass one after the other, and the messages alone.
+    whole_s : array, shape (n,)
+        Kernels and messages of a pass one after the other.
     launches : array, shape (n,)
-        Kernels that are launched in it.
+        Of its kernels and messages.
     """
     hosts_s = launches * launch_time(hardware)
     if not known_software(hardware):
         return np.asarray(np.maximum(whole_s, hosts_s))
-    kernels_s = whole_s - messages_s
-    high, low = np.maximum(kernels_s, hosts_s), np.minimum(kernels_s, hosts_s)
-    return np.asarray(messages_s + high * (1 + (low / np.maximum(high, 1e-30)) ** SHARPNESS) ** (1 / SHARPNESS))
+    high, low = np.maximum(whole_s, hosts_s), np.minimum(whole_s, hosts_s)
+    return np.asarray(high * (1 + (low / np.maximum(high, 1e-30)) ** SHARPNESS) ** (1 / SHARPNESS))
 
 
-def message_launch_s(hardware: Hardware, group: GroupShape) -> float:
-    """Seconds in which the last rank of a group launches a message, 0 where the software is not known."""
+def message_launches(hardware: Hardware, group: GroupShape) -> float:
+    """Launches that a message takes until the last rank of its group has begun it, 0 where software is not known."""
     launches = hardware.training.get(MESSAGE_LAUNCHES, 0.0)
     if not launches or group.size == 1:
         return 0.0
     inside = group.size if group.outermost == 0 else group.within(0)
     processors = max(1.0, min(inside, hardware.devices_per_node) * PROCESSORS / hardware.devices_per_node)
-    return launch_time(hardware) * (launches + LATE_LAUNCHES * math.log2(processors))
+    return launches + LATE_LAUNCHES * math.log2(processors)
 
 
-def paced(tasks: Sequence[Task], seconds: FloatArray, hardware: Hardware) -> FloatArray:
+def paced(
+    tasks: Sequence[Task], seconds: FloatArray, hardware: Hardware, calls: FloatArray | None = None
+) -> FloatArray:
     """Seconds (tasks,) with kernels slowed down evenly where the host launches those of their pass more slowly.
 
     A pass takes as long as `pass_time` says, and its messages as long as they take alone.
@@ -148,6 +149,8 @@ def paced(tasks: Sequence[Task], seconds: FloatArray, hardware: Hardware) -> Flo
     ----------
     seconds : array, shape (tasks,)
         What each task takes alone.
+    calls : array, shape (tasks,), optional
+        Launches of each message (`message_launches`).
     """
     each = launch_time(hardware)
     if not each:
@@ -164,10 +167,12 @@ def paced(tasks: Sequence[Task], seconds: FloatArray, hardware: Hardware) -> Flo
     def of_passes(which: npt.NDArray[np.bool_], values: FloatArray) -> FloatArray:
         return np.asarray(np.bincount(number[which], values[which], size), dtype=np.float64)
 
-    total, kernels, messages = of_passes(inside, seconds), of_passes(counts, seconds), of_passes(sent, seconds)
+    total, kernels = of_passes(inside, seconds), of_passes(counts, seconds)
     begins = _begins(tasks, number, counts) if known_software(hardware) else np.ones(len(tasks))
     launches = of_passes(counts, begins)
-    waits = pass_time(hardware, total, messages, launches) - total
+    if calls is not None:
+        launches = launches + of_passes(sent, calls)
+    waits = pass_time(hardware, total, launches) - total
     slower = 1.0 + waits / np.maximum(kernels, 1e-30)
     found: FloatArray = np.where(counts, seconds * slower[np.where(counts, number, 0)], seconds)
     return found

@@ -12,11 +12,13 @@ from simulator.corrections import kernel_factor, message_time
 from simulator.errors import ProgramError
 from simulator.hardware import Hardware
 from simulator.kernels import has_shape_model, kernel_time, shaped_time
-from simulator.launches import paced
+from simulator.launches import message_launches, paced
 from simulator.program import DISK, HOST, Collective, Kernel, ProgramAxis, Task
 from simulator.topology import GroupShape, group_shape
 
 FloatArray = npt.NDArray[np.float64]
+BATCH_AXIS = "data"
+"""Axis whose messages no pass of a unit waits for the launch of."""
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 HOST_PASSES = 3.0
 """How often a message among hosts reads or writes each of its bytes in memory: the sender, the receiver, the copy."""
@@ -69,7 +71,7 @@ def task_times(tasks: Sequence[Task], axes: Sequence[ProgramAxis], hardware: Har
         When a collective names an axis that is not among `axes`.
     """
     shapes = {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in axes}
-    seconds = np.zeros(len(tasks))
+    seconds, calls = np.zeros(len(tasks)), np.zeros(len(tasks))
     reaches_host = host_time(hardware, 1.0) > 0
     kernels, collectives = tasks_by_work(tasks)
     for (kernel, dtype, shaped), compute in kernels.items():
@@ -97,13 +99,14 @@ def task_times(tasks: Sequence[Task], axes: Sequence[ProgramAxis], hardware: Har
         payload = np.array([tasks[i].payload_bytes for i in messages])
         sharded = np.array([tasks[i].sharded for i in messages])
         seconds[messages] = message_time(hardware, collective, payload, shapes[axis], sharded, axis)
+        calls[messages] = 0.0 if axis == BATCH_AXIS else message_launches(hardware, shapes[axis])
         if hardware.copies_apart:
             copied = np.array([tasks[i].copied_bytes for i in messages])
             seconds[messages] += copy_time(hardware, copied, computing)
         if hosted := [i for i in messages if tasks[i].on_host]:
             payload = np.array([tasks[i].payload_bytes for i in hosted])
             seconds[hosted] = host_message_time(hardware, collective, payload, shapes[axis])
-    return paced(tasks, seconds, hardware)
+    return paced(tasks, seconds, hardware, calls)
 
 
 def copy_time(hardware: Hardware, copied_bytes: FloatArray, sharing: float) -> FloatArray:

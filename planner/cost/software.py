@@ -11,15 +11,17 @@ never of a network.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from pydantic import ValidationError
 
 from planner.cost.memory_traits import traits_of
-from planner.cost.software_file import Software, shipped_software, shipped_stacks
+from planner.cost.software_file import MemoryHabits, Software, shipped_software, shipped_stacks
 from planner.cost.stacks import USUAL_STACKS, Stack, factors_of, family_of
 from planner.graph.attention import FUSED, WRITTEN_OUT, check_attention
 from planner.graph.norms import FUSED as FUSED_NORMS
@@ -30,6 +32,7 @@ from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
 from simulator.hardware import Hardware
 from simulator.kernels.convolution import COPIES
 from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, MICRO_BATCH, SEND_STALL, SHARDED, STEP, TENSOR_EXPOSED
+from simulator.profile_file import validation_problems
 from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
@@ -41,10 +44,19 @@ USUAL = "usual"
 """The name that stands for no stack in particular: the median of the usual ones."""
 NetworkFamily = Literal["image", "language", "features"]
 
+SUMS = "planned_accumulation"
+"""Key of a profile's training: factor on the time of sums of gradients over micro-batches."""
 _FIXED = {STEP: "step_overhead_s", MICRO_BATCH: "micro_batch_overhead_s"}
 
 SOFTWARE: Mapping[str, Software] = shipped_stacks().software
 """Software by name, as ``hw_profiles/software/stacks.yaml`` has it."""
+NAME_ENDS = ":"
+"""Between the name of software and its settings."""
+SETTINGS = (
+    "overlaps", "gradient_dtype", "whole_sums", "single_gathers", "deterministic", "fused_sums",
+    *MemoryHabits.model_fields,
+)  # fmt: skip
+"""What may be said of software behind its name."""
 
 
 def usual_software(hardware: Hardware, family: NetworkFamily, *, sharded: bool = False) -> str:
@@ -59,12 +71,70 @@ def usual_software(hardware: Hardware, family: NetworkFamily, *, sharded: bool =
     return usual.other if family != "language" else usual.sharded if sharded else usual.language
 
 
+@lru_cache(maxsize=512)
+def software_named(text: str) -> Software:
+    """The software of a name, with the settings behind it: ``megatron_core:deterministic=true,overlaps=false``.
+
+    Settings are the fields of `Software` that are no text and those of its `MemoryHabits`.
+
+    Raises
+    ------
+    InputError
+        Software or setting is not known, or its value is of the wrong kind.
+
+    Examples
+    --------
+    >>> software_named("megatron_core").overlaps, software_named("megatron_core:overlaps=false").overlaps
+    (True, False)
+    """
+    name, _, stated = text.partition(NAME_ENDS)
+    if name not in SOFTWARE:
+        raise InputError(f"software {name!r} is not one of {', '.join(SOFTWARE)}{_nearest(name, SOFTWARE)}")
+    known = SOFTWARE[name]
+    own, memory = known.model_dump(), known.memory.model_dump()
+    for setting in filter(None, stated.split(",")):
+        key, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals or key not in SETTINGS:
+            raise InputError(
+                f"software {text!r}: {setting!r} is no setting; write NAME=VALUE, where NAME is one of "
+                f"{', '.join(SETTINGS)}{_nearest(key, SETTINGS)}"
+            )
+        (memory if key in memory else own)[key] = _value(value)
+    try:
+        return Software.model_validate(own | {"memory": memory})
+    except ValidationError as error:
+        raise InputError(f"software {text!r}: {validation_problems(error)}; correct the setting") from None
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def with_settings(name: str, wanted: Mapping[str, object]) -> str:
+    """The name of software with those of the wanted settings that it does not have anyway."""
+    known = software_named(name)
+    has = known.model_dump() | known.memory.model_dump()
+    differs = sorted(key for key, value in wanted.items() if has[key] != value)
+    stated = ",".join(f"{key}={_text(wanted[key])}" for key in differs)
+    return f"{name}{NAME_ENDS}{stated}" if stated else name
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def check_software(name: str) -> str:
     """The name, if it is one that a plan can be told; InputError with those that are, and the nearest, if not."""
-    if name and name not in SOFTWARE:
-        near = difflib.get_close_matches(name, SOFTWARE, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"software {name!r} is not one of {', '.join(SOFTWARE)}{hint}")
+    if name:
+        software_named(name)
     return name
 
 
@@ -86,7 +156,7 @@ def as_run(
     found = as_run_by(hardware, software)
     told: dict[str, float] = {}
     if software and not check_attention(attention):
-        attention = SOFTWARE[software].attention.get(family_of(hardware.device_name), "")
+        attention = software_named(software).attention.get(family_of(hardware.device_name), "")
     if check_attention(attention) in FUSED:
         found = replace(found, attention=attention, hash=f"{found.hash} {attention}")
     if software and attention not in WRITTEN_OUT:
@@ -109,7 +179,7 @@ def _exposed(software: str, coefficient: str) -> float:
     Those of experts leave what those of context ranks do, as in predictions of published runs.
     """
     stacks = shipped_software().coefficients.stacks
-    named = [str(SOFTWARE[software].stack)] if software else USUAL_STACKS
+    named = [str(software_named(software).stack)] if software else USUAL_STACKS
     return float(np.median([stacks[name][coefficient] for name in named]))
 
 
@@ -141,7 +211,7 @@ def exchange_of(software: str, exchange: Exchange) -> Exchange:
     """How tensors travel where the software is named: what is not asked for is as it has it."""
     if not check_software(software):
         return exchange
-    known = SOFTWARE[software]
+    known = software_named(software)
     return replace(
         exchange,
         gradient_dtype=exchange.gradient_dtype or known.gradient_dtype,
@@ -157,14 +227,14 @@ def attention_factor(hardware: Hardware) -> float:
 
 def fusion_of(software: str) -> str:
     """How the named software fuses operators, a kind of `planner.graph.fusion`; empty where it does not."""
-    return SOFTWARE[software].fusion if check_software(software) else ""
+    return software_named(software).fusion if check_software(software) else ""
 
 
 def norms_of(software: str, norms: str) -> str:
     """How root-mean-square norms run where the software is named: what is not asked for is as it has them."""
     if check_norms(norms) or not check_software(software):
         return norms
-    return FUSED_NORMS if traits_of(SOFTWARE[software].stack).fused_rms_norm else ""
+    return FUSED_NORMS if traits_of(software_named(software).stack).fused_rms_norm else ""
 
 
 def _copies_around_convolutions(stack: Stack) -> float:
@@ -190,7 +260,7 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
     """
     if not check_software(software):
         return hardware
-    known = SOFTWARE[software]
+    known = software_named(software)
     stacks, stack = shipped_software().coefficients.stacks, known.stack
     kind = "_deterministic" if known.deterministic else ""
     on_ascend = family_of(hardware.device_name).startswith("ascend")
@@ -204,6 +274,8 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
         training[LAUNCH] = own["launch_s"] * training.get("launch", 1.0)
         training[MESSAGE_LAUNCHES] = 1.0
     training |= {key: own[name] for key, name in _FIXED.items() if name in own}
+    if known.fused_sums:
+        training[SUMS] = 0.0
     if "pipeline_exposed" in own:
         training[SEND_STALL] = own["pipeline_exposed"]
     if known.single_gathers and "shard_apart" in own:

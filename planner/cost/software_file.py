@@ -86,16 +86,35 @@ class LayeredPart(Part):
 
 
 class MemoryHabits(Part):
-    """How software uses device memory: fields of `planner.cost.training_run.TrainingSetup`.
+    """How software uses device memory: fields of `planner.cost.training_run.TrainingSetup`, which says what each means.
 
-    ``gradient_bytes`` are those of a 16-bit gradient as it is kept and summed, 0 where that is as the stack has it
-    (`planner.cost.memory.states.usual_gradient_bytes`).
+    ``gradient_bytes`` are those of a gradient as it is kept and summed, -1 where that is as the stack has it
+    (`planner.cost.memory.states.usual_gradient_bytes`), 0 where each is used up at once. ``optimizer_states`` names
+    the optimizer whose states are kept, where they are not those of the one that is timed (``adamw8bit``).
     """
 
-    gradient_bytes: Literal[0, 2, 4, 6] = 0
+    gradient_bytes: Literal[-1, 0, 2, 4, 6] = -1
     reduce_bucket_elements: NonNegative = 0.0
     vocabulary_parallel_loss: bool = True
     eager_kernels: bool = False
+    fixed_workspaces: bool = False
+    captured_graphs: bool = False
+    grouped_products: bool = False
+    pipelines_in_flight: NonNegative = 0
+    loss_chunks: Annotated[int, Field(ge=1)] = 1
+    master_weight_bytes: Literal[2, 4] = 4
+    frozen_weight_bytes: NonNegative = 0.0
+    recompute_activation_function: bool = False
+    every_second_product: bool = False
+    fused_loss: bool = False
+    scripted_loss: bool = False
+    deferred_head_batches: Annotated[int, Field(ge=0)] = 0
+    micro_batch_group: Annotated[int, Field(ge=0)] = 0
+    packed_attention: bool = True
+    legacy_model: bool = False
+    single_gate: bool = False
+    overlap_parameters: bool = False
+    optimizer_states: Literal["", "adamw8bit", "muon", "lamb"] = ""
 
 
 class Software(Part):
@@ -119,6 +138,9 @@ class Software(Part):
         scattered so.
     deterministic
         Kernels are those whose sums have one order (``--deterministic-mode``), with coefficients of their own.
+    fused_sums
+        Products of a backward pass add to the gradients of earlier micro-batches (``gradient_accumulation_fusion`` of
+        Megatron-LM).
     fusion
         What fuses operators, one of `planner.graph.fusion`.
     attention
@@ -135,6 +157,7 @@ class Software(Part):
     whole_sums: bool = False
     single_gathers: bool = False
     deterministic: bool = False
+    fused_sums: bool = False
     fusion: Literal["single", "products", "compiler", "library"] = "single"
     attention: dict[str, Literal["flash", "flash2", "vendor"]] = Field(default_factory=dict)
     memory: MemoryHabits = Field(default_factory=MemoryHabits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.cost.software import SOFTWARE
+from planner.cost.software import software_named
 from planner.exchange.formats import ExchangeFormat, Written, rounded, roundings
 from planner.exchange.pinned import pinned
 from planner.exchange.training_config import TrainingConfig, config_of
@@ -97,7 +97,7 @@ def nearest_plan(
 
 def _losses(plan: Plan, graph: OperatorGraph, table: Capability, *, rounds: bool) -> tuple[TrainingConfig, list[_Loss]]:
     """Return a plan's configuration and the choices a framework cannot run; InputError unless those are rounded."""
-    overlaps = SOFTWARE[plan.software].overlaps if plan.software else True
+    overlaps = software_named(plan.software).overlaps if plan.software else True
     config = config_of(plan, graph, overlaps=overlaps)
     losses = [*_of_config(config, table), *_beyond(plan)]
     if losses and not rounds:

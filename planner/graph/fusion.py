@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import chain
 from math import prod, sqrt
 
+from planner.graph.norms import norms_in
 from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph, Role, TensorRef
 from simulator.errors import InputError
 from simulator.program import Kernel, Phase
@@ -39,6 +40,12 @@ _SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_full.default", "at
 """Read nothing of their tensor."""
 _RUN = (Role.OPERATOR, Role.GRADIENT_SUM)
 """What a step runs; all else is there before."""
+LOSSES = ("aten._log_softmax.default", "aten._log_softmax_backward_data.default")
+"""What software runs as casts, maxima, exponents and sums, each of which passes over the logits."""
+_HALF = 2.0
+_NORM_BYTES, _NORM_BACKWARD_BYTES = 36.0, 72.0
+"""Bytes of an element of 16 bits that a root-mean-square norm of single operators moves: a cast to float32, its square,
+their mean, two products and a cast back, and twice as much for the gradient."""
 _LOOKED_UP = 0.5
 """Of what a gather moves, the part that it reads."""
 
@@ -78,10 +85,10 @@ def with_fusion(graph: OperatorGraph, kind: str, *, joined: bool = False) -> Ope
     if not check_fusion(kind):
         return graph
     joined = joined or kind in (LIBRARY, PRODUCTS)
-    if not joined and kind == SINGLE:
-        return replace(graph, fusion=kind)
-    moved = _Fusion(graph=graph, kind=kind, joined=joined).moved()
-    nodes = list(graph.nodes)
+    moved = _Fusion(graph=graph, kind=kind, joined=joined).moved() if joined or kind != SINGLE else {}
+    if kind in (SINGLE, PRODUCTS):
+        moved |= _wide_norms(graph)
+    nodes = [replace(n, kernel=Kernel.ELEMENTWISE) if n.op in LOSSES else n for n in graph.nodes]
     for index, shares in moved.items():
         node = nodes[index]
         parts = float(any(shares))
@@ -89,6 +96,27 @@ def with_fusion(graph: OperatorGraph, kind: str, *, joined: bool = False) -> Ope
             parts = prod(product_parts(node, shares))
         nodes[index] = replace(node, moved=shares, flops=parts * node.flops)
     return replace(graph, fusion=kind, nodes=tuple(nodes))
+
+
+def _wide_norms(graph: OperatorGraph) -> dict[int, tuple[float, ...]]:
+    """What single operators of root-mean-square norms move beside what they do in 16 bits, as shares of that.
+
+    Networks compute these norms in float32 and cast around them (``LlamaRMSNorm`` of transformers).
+    """
+    found: dict[int, tuple[float, ...]] = {}
+    for norm in norms_in(graph):
+        values = graph.spec(norm.values)
+        for members, wanted in ((norm.forward, _NORM_BYTES), (norm.backward, _NORM_BACKWARD_BYTES)):
+            tensors = [
+                spec
+                for index in members
+                for spec in (*map(graph.spec, graph.nodes[index].tensor_inputs), *graph.nodes[index].outputs)
+            ]
+            here = sum(spec.elements for spec in tensors) / values.elements * _HALF
+            for index in members:
+                node = graph.nodes[index]
+                found[index] = (wanted / here,) * (len(node.tensor_inputs) + len(node.outputs))
+    return found
 
 
 def product_parts(node: Node, moved: tuple[float, ...]) -> tuple[float, float, float]:

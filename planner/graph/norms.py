@@ -41,14 +41,14 @@ def with_norms(graph: OperatorGraph, kind: str) -> OperatorGraph:
     """The graph, not folded, of a network whose root-mean-square norms run as said; as it is unless that is fused."""
     if check_norms(kind) != FUSED:
         return graph
-    writer = _Writer(graph, norms=tuple(_found(graph)))
+    writer = _Writer(graph, norms=tuple(norms_in(graph)))
     for index in range(len(graph.nodes)):
         writer.copy(index)
     return writer.finished()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Norm:
+class RootMeanSquareNorm:
     """A norm in single operators.
 
     ``forward`` and ``backward`` are its nodes in order, the result last; ``gradient`` is what comes back for the
@@ -65,7 +65,7 @@ class _Norm:
     of_weight: TensorRef | None = None
 
 
-def _found(graph: OperatorGraph) -> Iterator[_Norm]:
+def norms_in(graph: OperatorGraph) -> Iterator[RootMeanSquareNorm]:
     """Norms that nothing but themselves looks into."""
     derivatives: dict[int, list[int]] = {}
     for index, node in enumerate(graph.nodes):
@@ -80,7 +80,7 @@ def _found(graph: OperatorGraph) -> Iterator[_Norm]:
                 yield norm
 
 
-def _forward(graph: OperatorGraph, root: int) -> _Norm | None:
+def _forward(graph: OperatorGraph, root: int) -> RootMeanSquareNorm | None:
     """``weight * (x * rsqrt(mean(x ** 2) + epsilon))`` around an inverse root."""
     added = _producer(graph, graph.nodes[root].args[0], "aten.add.Tensor", "aten.add.Scalar")
     mean = added and _producer(graph, added[1].args[0], "aten.mean.dim")
@@ -98,7 +98,7 @@ def _forward(graph: OperatorGraph, root: int) -> _Norm | None:
     width = graph.spec(values).shape[-1:]
     if scaled[1] != values or graph.spec(weight).shape != width or any(graph.spec(weight).batch_dims):
         return None
-    return _Norm(
+    return RootMeanSquareNorm(
         values=values, weight=weight, epsilon=epsilon, forward=(square[0], mean[0], added[0], root, scaled[0], last)
     )
 
@@ -124,7 +124,7 @@ def _readers(graph: OperatorGraph, ref: TensorRef) -> list[int]:
     return [user for user in graph.consumers.get(ref, ()) if graph.nodes[user].phase is Phase.FORWARD]
 
 
-def _with_derivatives(graph: OperatorGraph, norm: _Norm, backward: tuple[int, ...]) -> _Norm | None:
+def _with_derivatives(graph: OperatorGraph, norm: RootMeanSquareNorm, backward: tuple[int, ...]) -> RootMeanSquareNorm | None:
     """The norm with the way back through it, None where something else takes part in that."""
     inside = {*norm.forward, *backward}
     if any(user not in inside for index in norm.forward[:-1] for user in graph.consumers.get(TensorRef(index), ())):
@@ -140,7 +140,7 @@ def _with_derivatives(graph: OperatorGraph, norm: _Norm, backward: tuple[int, ..
     summed = all(graph.nodes[user].role is Role.GRADIENT_SUM for ref in of_values[1:] for user in graph.consumers[ref])
     if len(read) != 1 or len(of_values) + len(of_weight) < len(left) or len(of_weight) > 1 or not summed:
         return None
-    return _Norm(
+    return RootMeanSquareNorm(
         values=norm.values, weight=norm.weight, epsilon=norm.epsilon, forward=norm.forward, backward=backward,
         gradient=read.pop(), of_values=of_values, of_weight=of_weight[0] if of_weight else None,
     )  # fmt: skip
@@ -153,7 +153,7 @@ def _leaves(graph: OperatorGraph, ref: TensorRef, inside: set[int]) -> bool:
 
 @dataclass
 class _Writer(Rewriter):
-    norms: tuple[_Norm, ...] = ()
+    norms: tuple[RootMeanSquareNorm, ...] = ()
     left_out: set[TensorRef] = field(default_factory=set)
     """Gradients that another one has in it."""
     names: set[str] = field(default_factory=set)
@@ -178,14 +178,14 @@ class _Writer(Rewriter):
         elif index not in self.inside:
             super().copy(index)
 
-    def _forward(self, like: Node, norm: _Norm) -> None:
+    def _forward(self, like: Node, norm: RootMeanSquareNorm) -> None:
         args = self.refs[norm.values], self.refs[norm.weight], norm.epsilon
         name = self._named(like, "rms_norm")
         made = self.emit(like, name, RMS_NORM, Kernel.NORMALIZATION, args, *like.outputs)
         self.places |= dict.fromkeys(norm.forward, made.node)
         self.refs[TensorRef(norm.forward[-1])] = made
 
-    def _backward(self, like: Node, norm: _Norm) -> None:
+    def _backward(self, like: Node, norm: RootMeanSquareNorm) -> None:
         assert norm.gradient is not None  # it is listed by its gradient
         values, weight = self.refs[norm.values], self.refs[norm.weight]
         made = self.emit(

@@ -192,6 +192,7 @@ class Configured:
                 context_algorithm=algorithm,
                 experts_stay=pins.experts_stay,
                 expert_cut=pins.expert_cut or "any",
+                tensor_cut=pins.tensor_cut or "any",
             ),
         )
         if self.hints:
@@ -200,7 +201,9 @@ class Configured:
 
     def _table_key(self, pins: Pins, configuration: Configuration, hardware: Hardware) -> tuple[object, ...]:
         """All that tables of labels depend on beside the graph."""
-        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel, pins.experts_stay, pins.expert_cut)
+        asked: tuple[object, ...] = (
+            pins.recompute, pins.sequence_parallel, pins.experts_stay, pins.expert_cut, pins.tensor_cut,
+        )  # fmt: skip
         if self.hints:
             asked = (*asked, self.hints, configuration.data)
         return (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked)

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from planner.cost.memory_traits import traits_of
-from planner.cost.software import SOFTWARE, USUAL, check_software
+from planner.cost.software import SOFTWARE, USUAL, software_named
 from planner.cost.software_file import shipped_software, shipped_stacks
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def software_document(name: str) -> Document:
     InputError
         The software is not known.
     """
-    known = SOFTWARE[check_software(name)]
+    known = software_named(name)
     kinds = ("language", "sharded", "other")
     usual = {
         family: [kind for kind in kinds if getattr(one, kind) == name] for family, one in shipped_stacks().usual.items()
@@ -286,7 +286,7 @@ def software_document(name: str) -> Document:
 
 def software_rows(name: str) -> list[dict[str, str]]:
     """Every number of software with its source: habits of its users, coefficients of its stack, bytes of memory."""
-    known, file = SOFTWARE[check_software(name)], shipped_software()
+    known, file = software_named(name), shipped_software()
     stack = str(known.stack)
     said = [(field, getattr(known, field)) for field in type(known).model_fields if field not in ("title", "source")]
     rows = [(field, value, known.source) for field, value in said]

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.cost.software import SOFTWARE, USUAL, fusion_of, norms_of, usual_software
+from planner.cost.software import USUAL, fusion_of, norms_of, software_named, usual_software
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
 from planner.planning.configured import Configured
@@ -116,7 +116,7 @@ def software_note(software: str) -> str:
     """What a plan is predicted for where nobody said so, and how to say so."""
     if not software:
         return "predicted for the usual software in general; --software names one (meshwright software lists them)"
-    title = SOFTWARE[software].title
+    title = software_named(software).title
     return f"predicted for {title} ({software}), usual here; --software names another (meshwright software)"
 
 

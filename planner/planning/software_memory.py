@@ -14,7 +14,7 @@ from functools import lru_cache
 from planner.cost.memory.device import training_memory
 from planner.cost.memory.figures import MemoryEstimate
 from planner.cost.memory.states import usual_gradient_bytes
-from planner.cost.software import SOFTWARE
+from planner.cost.software import software_named
 from planner.cost.stacks import AttentionKernel, Stack, family_of
 from planner.cost.training_run import (
     Experts,
@@ -112,7 +112,7 @@ def _cut_by_width(plan: Plan, graph: OperatorGraph) -> bool:
 
 
 def _setup(plan: Plan, graph: OperatorGraph, hardware: Hardware, shape: TransformerShape) -> TrainingSetup:
-    software = SOFTWARE[plan.software]
+    software = software_named(plan.software)
     tensor, ranks = plan.degree("tensor"), plan.degree("expert")
     whole = ranks > 1 and tensor > 1 and _experts_whole(plan)
     chunks = tuple(_chunk_layers(plan, shape.layers))
@@ -121,6 +121,7 @@ def _setup(plan: Plan, graph: OperatorGraph, hardware: Hardware, shape: Transfor
     recomputed, habits = tuple(_recomputed(plan, chunks)), software.memory
     selective = sum(layers for _, layers in recomputed)
     by_operator = software.stack in _BY_OPERATOR and selective == shape.layers
+    sums, kept = habits.gradient_bytes, habits.model_dump(exclude={"optimizer_states"})
     return TrainingSetup(
         devices=plan.devices,
         dp=plan.degree("data") * ranks,
@@ -134,18 +135,13 @@ def _setup(plan: Plan, graph: OperatorGraph, hardware: Hardware, shape: Transfor
         micro_batches=plan.micro_batches,
         schedule="1f1b" if plan.schedule == "none" else plan.schedule,
         stage_recompute=recomputed,
-        every_second_product=by_operator,
         optimizer_sharding=OptimizerSharding(plan.optimizer_sharding),
         shard_group=shared * ranks,
         sequence_parallel=plan.sequence_parallel,
         precision=plan.precision,
-        optimizer=plan.optimizer,
+        optimizer=habits.optimizer_states or plan.optimizer,
         attention=AttentionKernel(attention),
         stack=software.stack,
-        gradient_bytes=habits.gradient_bytes or usual_gradient_bytes(software.stack, plan.precision),
-        reduce_bucket_elements=habits.reduce_bucket_elements,
-        vocabulary_parallel_loss=habits.vocabulary_parallel_loss,
-        eager_kernels=habits.eager_kernels,
         offload_optimizer=plan.offload_optimizer,
         offload_parameters=plan.offload_parameters,
         offload_activations=bool(plan.offload_ranges),
@@ -153,7 +149,11 @@ def _setup(plan: Plan, graph: OperatorGraph, hardware: Hardware, shape: Transfor
         layers_per_stage=tuple(len(chunk) for chunk in chunks) if plan.pipeline > 1 else (),
         fused_norm=plan.norms == "fused",
         single_norms=plan.norms == "unfused",
-    )
+        **kept | {
+            "gradient_bytes": usual_gradient_bytes(software.stack, plan.precision) if sums < 0 else sums,
+            "every_second_product": habits.every_second_product or by_operator,
+        },
+    )  # fmt: skip
 
 
 def _trained_fraction(graph: OperatorGraph) -> float:

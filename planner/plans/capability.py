@@ -64,4 +64,5 @@ def capability_of(software: str) -> Capability | None:
     >>> capability_of("nemo").framework, capability_of("jax")
     ('Megatron-Bridge', None)
     """
-    return next((table for table in capabilities().values() if software in table.software), None)
+    name = software.partition(":")[0]
+    return next((table for table in capabilities().values() if name in table.software), None)

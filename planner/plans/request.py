@@ -36,6 +36,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "context_algorithm": ("none", "ring", "all_to_all"),
     "expert_messages": ("any", "tokens", "once_a_node"),
     "expert_cut": ("any", "width", "whole"),
+    "tensor_cut": ("any", "width"),
     "offload_to": ("host", "disk"),
 }
 FLAGS = (
@@ -113,7 +114,8 @@ class Pins:
     and send tokens, with ``once_a_node`` each token once to each node for all of its experts there; else they may
     gather the weights of the others instead. With ``expert_overlap`` tokens travel beside another micro-batch, else
     they are waited for. ``expert_cut`` says what tensor ranks
-    have of experts: part of the ``width`` of each, or ``whole`` ones of their own, as those of an expert axis. With
+    have of experts: part of the ``width`` of each, or ``whole`` ones of their own, as those of an expert axis;
+    ``tensor_cut`` of ``width`` that they have part of the matrix of every product, and do not each compute it whole. With
     ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products, else behind them. ``order`` names
     axes as the pins of their degrees do, from the one whose ranks lie farthest apart to the one whose ranks are
     neighbours; those that it leaves out lie where they like. ``stage_layers`` are the layers of every chunk of a
@@ -138,6 +140,7 @@ class Pins:
     context_algorithm: str | None = None
     expert_messages: str | None = None
     expert_cut: str | None = None
+    tensor_cut: str | None = None
     sequence_parallel: bool | None = None
     tensor_overlap: bool | None = None
     expert_overlap: bool | None = None
@@ -176,7 +179,7 @@ class Pins:
         stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload_optimizer
         stored = stored and not self.sharding_threshold_kb and not self.host_embeddings and not self.offload_activations
         # Tensor ranks are neighbours there.
-        words = words and self.expert_cut in (None, "any")
+        words = words and self.expert_cut in (None, "any") and self.tensor_cut in (None, "any")
         words = words and [name for name in self.order or () if name in ("dp", "tp")] != ["tp", "dp"]
         return degrees and words and stored and self.context_algorithm in (None, "none") and not self.sequence_parallel
 
@@ -326,6 +329,8 @@ def _runnable(pins: Pins, request: PlanRequest) -> Pins:
         found = replace(found, order=tuple(AXES_BY_PIN))
     if found.optimizer_sharding != "none" and found.sharding_threshold_kb is None:
         found = replace(found, sharding_threshold_kb=0)
+    if found.tensor_cut is None and found.tp != 1:
+        found = replace(found, tensor_cut="width")
     if found.sequence_parallel is None and table.sequence_parallel == "never":
         found = replace(found, sequence_parallel=False)
     away = found.offload_to is not None or found.offload_parameters

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from planner.cost.memory.parameters import local_vocabulary
+from planner.cost.memory.states import usual_gradient_bytes
 from planner.cost.memory_traits import traits_of
-from planner.cost.software import SOFTWARE
+from planner.cost.software import SOFTWARE, with_settings
+from planner.cost.software_file import MemoryHabits
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import (
     LayeredNetwork,
@@ -125,7 +127,7 @@ def pinned_run(run: TrainingRun) -> PinnedRun:
         pins=tuple(_pins(run, notes).items()),
         optimizer=_optimizer(setup, notes),
         hints=_between_products(setup, run.network) if isinstance(run.network, TransformerShape) else (),
-        software=software_of(setup),
+        software=software_of(setup, transformer=transformer),
         attention=str(setup.attention) if transformer else "",
         norms=_norms(run),
         adapters=ADAPTERS if setup.trained_fraction < 1 else "",
@@ -148,16 +150,29 @@ def _optimizer(setup: TrainingSetup, notes: list[str]) -> str:
     return "adam"
 
 
-def software_of(setup: TrainingSetup) -> str:
-    """The software by its stack and habits; empty where a plan cannot be told it."""
-    if setup.stack is Stack.EAGER and setup.reduce_bucket_elements:
-        return "transformers_deepspeed"
-    if setup.overlap_gradients:
-        return str(setup.stack) if str(setup.stack) in SOFTWARE else ""
-    if setup.stack is Stack.DEEPSPEED:
-        return "aleph_alpha_scaling" if setup.sent_gradient_bytes > setup.gradient_bytes else "megatron_deepspeed"
-    apart = (name for name, known in SOFTWARE.items() if known.stack is setup.stack and not known.overlaps)
-    return next(apart, str(setup.stack) if str(setup.stack) in SOFTWARE else "")
+def software_of(setup: TrainingSetup, *, transformer: bool = True) -> str:
+    """The software by its stack, with the settings of the run that are not its own; empty for a stack without a name.
+
+    Of networks other than transformers plans can be told what overlaps alone.
+    """
+    name = str(setup.stack)
+    if name not in SOFTWARE:
+        return ""
+    gathers = setup.optimizer_sharding is OptimizerSharding.ZERO3 and setup.dp > 1
+    overlaps = setup.overlap_parameters if gathers and transformer else setup.overlap_gradients
+    wanted: dict[str, object] = {"overlaps": overlaps}
+    if transformer:
+        usual = usual_gradient_bytes(setup.stack, setup.precision)
+        wanted |= {setting: getattr(setup, setting) for setting in MemoryHabits.model_fields if hasattr(setup, setting)}
+        wanted |= {
+            "deterministic": setup.deterministic,
+            "gradient_dtype": "float32" if setup.sent_gradient_bytes > setup.gradient_bytes else "",
+            "gradient_bytes": -1 if setup.gradient_bytes == usual else setup.gradient_bytes,
+            "whole_sums": not setup.scattered_gradients,
+            "single_gathers": gathers and not overlaps,
+            "optimizer_states": "" if setup.optimizer in OPTIMIZERS else setup.optimizer,
+        }
+    return with_settings(name, wanted)
 
 
 def _norms(run: TrainingRun) -> str:
@@ -180,8 +195,9 @@ def _between_products(setup: TrainingSetup, network: TransformerShape) -> tuple[
     plain = network.head_size * network.heads == network.hidden and network.key_value_heads == network.heads
     gated = network.gated or network.experts is not None or not plain or network.latent_attention is not None
     placed = "S(1)" if setup.sequence_parallel else "R"
+    loss = () if setup.vocabulary_parallel_loss else (hint("*log_softmax", "tensor", outputs=["R"]),)
     norms = hint("*norm/*", "tensor", outputs=[placed]) if gated else hint("*.ln_*/*", "tensor", outputs=[placed] * 3)
-    return norms, hint("*.layers.*[0-9]/add*" if gated else "*.h.*[0-9]/add*", "tensor", outputs=[placed])
+    return norms, hint("*.layers.*[0-9]/add*" if gated else "*.h.*[0-9]/add*", "tensor", outputs=[placed]), *loss
 
 
 def _stage_layers(run: TrainingRun) -> tuple[int, ...]:
@@ -236,13 +252,13 @@ def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
         pins["stage_layers"] = "-".join(map(str, stages))
     if setup.dp > 1:
         pins |= _messages(setup, sharding)
-    pins |= _recompute(setup, notes)
+    pins |= _recompute(run, notes)
     pins["offload_optimizer"] = str(setup.offload_optimizer).lower()
     for kept in ("offload_parameters", "offload_activations"):
         if getattr(setup, kept):
             pins[kept] = "true"
     if setup.tp > 1:
-        pins["sequence_parallel"] = str(setup.sequence_parallel).lower()
+        pins |= {"sequence_parallel": str(setup.sequence_parallel).lower(), "tensor_cut": "width"}
         if setup.overlap_tensor and setup.sequence_parallel:
             pins["tensor_overlap"] = "true"
     if setup.pp > 1:
@@ -271,12 +287,16 @@ def _messages(setup: TrainingSetup, sharding: OptimizerSharding) -> dict[str, st
     return pins
 
 
-def _recompute(setup: TrainingSetup, notes: list[str]) -> dict[str, str]:
+def _recompute(run: TrainingRun, notes: list[str]) -> dict[str, str]:
+    """What layers compute again; no software computes the embedding or the head again."""
+    setup, network = run.setup, run.network
     if setup.every_second_product:
         notes.append("checkpoints of every second product planned as selective recomputation")
         return {"recompute": str(Recompute.SELECTIVE)}
-    if setup.recompute_layers:
-        return {"recompute_layers": str(setup.recompute_layers)}
+    if setup.recompute is Recompute.FULL and isinstance(network, TransformerShape) and setup.schedule not in FOLDED:
+        chunks = _stage_layers(run) or (network.layers,)
+        fullest = max(sum(chunks[rank :: setup.pp]) for rank in range(setup.pp))
+        return {"recompute_layers": str(setup.recompute_layers or fullest)}
     return {"recompute": str(setup.recompute)}
 
 

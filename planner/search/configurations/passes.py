@@ -29,9 +29,9 @@ def paced_passes(
     """
     if not launch_time(hardware):
         return labels.forward_s, labels.backward_s, labels.late_s
-    forward_s = pass_time(hardware, labels.forward_s, labels.forward_communication_s, labels.forward_launches)
+    forward_s = pass_time(hardware, labels.forward_s, labels.forward_launches)
     launches = labels.backward_launches + labels.halved if split else labels.backward_launches
-    backward_s = pass_time(hardware, labels.backward_s, labels.backward_communication_s, launches)
+    backward_s = pass_time(hardware, labels.backward_s, launches)
     return forward_s, backward_s, labels.late_s * (backward_s / np.maximum(labels.backward_s, 1e-30))
 
 

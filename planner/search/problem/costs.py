@@ -14,6 +14,7 @@ from planner.sharding.redistribution import placements_of_rank, step_table
 from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
+from simulator.launches import message_launches
 from simulator.program import Collective, Kernel
 from simulator.timing import copy_time
 from simulator.topology import group_shape
@@ -60,6 +61,10 @@ class MeshCosts:
                 seconds[alone:] += copy_time(self.hardware, copied, self.mesh.size)
             seconds[alone:] *= payload_bytes[alone:] / fused
         return seconds
+
+    def launches(self, axis: int) -> float:
+        """Launches that a message on a mesh axis takes (`simulator.launches`)."""
+        return message_launches(self.hardware, self._groups[axis])
 
     def copy_time(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of slices and masks, which read and write `moved_bytes`, arrays of one shape."""

@@ -38,7 +38,7 @@ class Setting:
     hold and work on, which may be sharded by expert. ``free_axes`` may shard the batch even where they are named
     ``tensor``. With ``experts_stay`` weights of experts lie and are read where an expert axis has them; ``expert_cut``
     says of an axis named ``tensor`` whether it cuts the ``width`` of experts or has ``whole`` ones, where it may not do
-    ``any``. ``context`` is the one choice of each variable on an axis named ``context``, where the mesh has one.
+    ``any``; ``tensor_cut`` of ``width`` that it cuts the matrix of every product, where that divides. ``context`` is the one choice of each variable on an axis named ``context``, where the mesh has one.
     ``sharded_gradients`` are scattered every micro-batch and accumulated in shards (ZeRO-2).
     """
 
@@ -51,6 +51,7 @@ class Setting:
     free_axes: frozenset[str] = field(default=frozenset())
     experts_stay: bool = False
     expert_cut: str = "any"
+    tensor_cut: str = "any"
     context: tuple[Choice, ...] = ()
     sharded_gradients: bool = False
 
@@ -131,11 +132,11 @@ class StatesOnMesh:
             ports = self._ports(variable)
             known["ports", kind] = ports, known.setdefault(("cut", self._cuts(variable, ports)), kind)
         ports, cut_alike = known["ports", kind]
-        if "expert" in self.names or setting.expert_cut != "any":
-            cut_alike = kind  # what experts hold is told by its extents
+        if "expert" in self.names or "any" != setting.expert_cut or "any" != setting.tensor_cut:
+            cut_alike = kind  # what experts and products hold is told by extents and operators
         asked = (
             setting.storage, setting.batch_only, setting.batch_axes, setting.free_axes, setting.experts_stay,
-            setting.expert_cut,
+            setting.expert_cut, setting.tensor_cut,
         )  # fmt: skip
         divided = tuple([self._divided(tensor) for tensor, *_ in ports[0]])
         key = (cut_alike, self.names, asked, 1 in self.sizes and self.sizes, divided)
@@ -255,6 +256,10 @@ class StatesOnMesh:
             for tensor, _, placed in tensors:
                 if self._of_experts(self.graph.spec(tensor)):
                     keep &= placed == 0 if self.setting.expert_cut == "whole" else placed > 0
+        if name == "tensor" and self.setting.tensor_cut == "width":
+            for tensor, reads, placed in tensors:
+                if reads and tensor.node in self._factors and not self._of_experts(self.graph.spec(tensor)):
+                    keep &= placed >= 0
         return keep
 
     def _of_experts(self, spec: TensorSpec) -> bool:
@@ -262,10 +267,10 @@ class StatesOnMesh:
         return len(spec.shape) == 3 and not any(spec.batch_dims) and spec.shape[0] in self._experts
 
     @cached_property
-    def _experts(self) -> frozenset[int]:
-        """Numbers of experts: how many products with matrices of their own an operator does at once."""
+    def _matrices(self) -> frozenset[TensorRef]:
+        """Tensors made of parameters alone that products multiply with."""
         nodes, made = self.graph.nodes, set[int]()
-        found: set[int] = set()
+        found: set[TensorRef] = set()
         for index, node in enumerate(nodes):
             refs = node.tensor_inputs
             if node.role is Role.PARAMETER or (
@@ -273,8 +278,27 @@ class StatesOnMesh:
             ):
                 made.add(index)
             elif node.kernel is Kernel.MATMUL and node.phase is Phase.FORWARD and refs[-1].node in made:
-                shape = self.graph.spec(refs[-1]).shape
-                found |= {shape[0]} if len(shape) == 3 else set()
+                found.add(refs[-1])
+        return frozenset(found)
+
+    @cached_property
+    def _experts(self) -> frozenset[int]:
+        """Numbers of experts: how many products with matrices of their own an operator does at once."""
+        shapes = [self.graph.spec(matrix).shape for matrix in self._matrices]
+        return frozenset(shape[0] for shape in shapes if len(shape) == 3)
+
+    @cached_property
+    def _factors(self) -> frozenset[int]:
+        """Nodes of the matrices of products and of the parameters they are, but those of routers: one row an expert."""
+        found: set[int] = set()
+        for matrix in self._matrices:
+            node = matrix.node
+            while not self._experts & set(self.graph.spec(matrix).shape):
+                found.add(node)
+                refs = self.graph.nodes[node].tensor_inputs
+                if self.graph.nodes[node].role is Role.PARAMETER or not refs:
+                    break
+                node = refs[0].node
         return frozenset(found)
 
     def _divides(

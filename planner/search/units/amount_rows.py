@@ -237,9 +237,19 @@ class Messages:
         found[:, self._copies] = costs.copy_time(payloads[:, self._copies])
         return found
 
-    def waits(self, costs: MeshCosts, ratio: FloatArray, share: FloatArray, work_s: FloatArray) -> FloatArray:
-        """Seconds that each kernel waits for the messages inside it on one mesh, shape (cases, kernels)."""
-        inside = np.zeros_like(work_s)
+    def calls(self, costs: MeshCosts) -> FloatArray:
+        """Launches of all slots on one mesh, shape (slots,)."""
+        found = np.zeros(self.count)
+        for (_, axis, _), slots in self._slots.items():
+            if axis < len(costs.mesh.axes):
+                found[slots] = costs.launches(axis)
+        return found
+
+    def waits(
+        self, costs: MeshCosts, ratio: FloatArray, share: FloatArray, work_s: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Seconds that each kernel waits for the messages inside it on one mesh, and their launches, (cases, kernels)."""
+        inside, calls = np.zeros_like(work_s), np.zeros_like(work_s)
         for key, group in self._inner.items():
             axis, rows = self._axes[key], group.rows[0]
             if axis >= len(costs.mesh.axes):
@@ -251,4 +261,5 @@ class Messages:
             size = costs.mesh.axes[axis].size
             waits = waiting_time(group.message, size, sent.reshape(payload.shape), work_s[:, rows])
             np.add.at(inside.T, rows, np.where(payload > 0, waits, 0.0).T)
-        return inside
+            np.add.at(calls.T, rows, np.where(payload > 0, costs.launches(axis), 0.0).T)
+        return inside, calls

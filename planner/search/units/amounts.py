@@ -33,8 +33,8 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 NOTHING = -1
 """Number of an amount that is zero."""
-_WORK, _WAIT, _MOVE, _BYTES, _EXCESS = range(5)
-_KINDS = 5
+_WORK, _WAIT, _MOVE, _BYTES, _EXCESS, _CALLS_INSIDE, _CALLS = range(7)
+_KINDS = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +155,10 @@ class AmountLedger:
             rows = self._node(states, position)
             self._seconds[key] = _coded(rows, _WORK), _coded(rows, _WAIT)
         return self._seconds[key]
+
+    def calls_inside(self, states: States, position: int) -> IntArray:
+        """Launches of the collectives inside the `position`-th node of a variable by state."""
+        return self.seconds(states, position)[1] + (_CALLS_INSIDE - _WAIT)
 
     def half_seconds(self, states: States, position: int) -> IntArray:
         """Seconds of either half of the `position`-th node of a variable by state (`planner.cost.work.in_halves`).
@@ -354,7 +358,8 @@ class Amounts:
         self._kernels, self._messages, self._bytes = ledger.kernels, ledger.messages, ledger.bytes
         self._steps, self._excesses = steps, excesses
         self._batch, self._axes = ledger.graph.batch_size, ledger.axes
-        counts = (len(self._kernels), len(self._kernels), len(steps), len(self._bytes), len(excesses))
+        kernels = len(self._kernels)
+        counts = (kernels, kernels, len(steps), len(self._bytes), len(excesses), kernels, len(steps))
         self._offsets = np.cumsum([0, *counts])
         self._kernels.close()
         self._messages.close()
@@ -373,13 +378,16 @@ class Amounts:
         share = np.array([_shares((*case.costs.mesh.sizes, *(1,) * self._axes)[: self._axes]) for case in cases])
         work_s = self._kernels.seconds([case.costs for case in cases], ratio, share)
         inside_s, sent_s = np.zeros_like(work_s), np.zeros((len(cases), self._messages.count))
+        calls_inside, calls = np.zeros_like(inside_s), np.zeros_like(sent_s)
         for costs, rows in _by_mesh(cases):
-            inside_s[rows] = self._messages.waits(costs, ratio[rows], share[rows], work_s[rows])
+            inside_s[rows], calls_inside[rows] = self._messages.waits(costs, ratio[rows], share[rows], work_s[rows])
+            calls[rows] = self._messages.calls(costs)
             sent_s[rows] = self._messages.seconds(costs, ratio[rows], share[rows])
         moves_s = sent_s[:, self._steps].sum(axis=-1)
         pieces = self._bytes.values(ratio, share)
         more = np.maximum(pieces[:, self._excesses[:, 0]] - pieces[:, self._excesses[:, 1]], 0.0)
-        return np.concatenate([work_s + inside_s, inside_s, moves_s, pieces, more], axis=1)
+        moves = calls[:, self._steps].sum(axis=-1)
+        return np.concatenate([work_s + inside_s, inside_s, moves_s, pieces, more, calls_inside, moves], axis=1)
 
 
 def _by_mesh(cases: Sequence[Case]) -> list[tuple[MeshCosts, list[int]]]:
@@ -415,6 +423,11 @@ def _classes(states: States, node: Node, rules: Sequence[Rule]) -> list[tuple[Ke
     summed = summing(rules)[states.choice].any(axis=0)
     found = ((usual, np.flatnonzero(~summed)), (among, np.flatnonzero(summed)))
     return [(kernel, chosen) for kernel, chosen in found if len(chosen)]
+
+
+def calls_of(messages: IntArray) -> IntArray:
+    """Launches of the messages of `Ways`."""
+    return np.where(messages == NOTHING, NOTHING, messages + (_CALLS - _MOVE))
 
 
 def _growth(spec: TensorSpec) -> int:

@@ -38,9 +38,12 @@ class Part(IntEnum):
     CUT_LAST = 23
     LATE = 24
     FROZEN = 25
+    FORWARD_CALLS = 26
+    BACKWARD_CALLS = 27
+    AGAIN_CALLS = 28
 
 
-PARTS = 26
+PARTS = 31
 AT_ONCE = 32
 """Assignments whose parts are added up at once: the numbers of many more leave the caches."""
 

@@ -194,6 +194,7 @@ def stage_tables(
     context_algorithm: Algorithm = "ring",
     experts_stay: bool = False,
     expert_cut: str = "any",
+    tensor_cut: str = "any",
 ) -> StageTables:
     """Tabulate the ways to run each unit on one pipeline stage.
 
@@ -215,6 +216,8 @@ def stage_tables(
         Ranks of an expert axis work with their own experts alone: tokens travel, not weights.
     expert_cut : str
         What tensor ranks have of experts: part of the ``width`` of each, ``whole`` ones, or ``any`` of both.
+    tensor_cut : str
+        ``width``: tensor ranks cut the matrix of every product; ``any``: they may each have it whole.
 
     Raises
     ------
@@ -238,6 +241,7 @@ def stage_tables(
         free_axes=decisions.free_axes,
         experts_stay=experts_stay,
         expert_cut=expert_cut,
+        tensor_cut=tensor_cut,
     )
     options = StageOptions(
         modes=tuple(sorted({RECOMPUTE.index(mode) for mode in recompute})), sequence_parallel=sequence_parallel

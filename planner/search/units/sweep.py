@@ -224,6 +224,7 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         np.ascontiguousarray(parts[:, best]), mode[best], again[best], again_communication[best]
     )  # fmt: skip
     states = {v: s[best] for v, s in found.states.items()}
+    calls = parts[Part.BACKWARD_CALLS] + parts[Part.AGAIN_CALLS + mode, np.arange(len(mode))]
     number = unit.model.number
     gradients, waiting = stage.shape.flight(number).peak(stage.parts.graph, states, mode)
     nowhere, zeros = np.full(len(best), -1), np.zeros(len(best))
@@ -247,8 +248,8 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         cut_last_s=parts[Part.CUT_LAST],
         again_s=again,
         late_s=parts[Part.LATE],
-        forward_launches=np.full(len(best), float(forward_launches)),
-        backward_launches=np.array(backward_launches, dtype=np.float64)[mode],
+        forward_launches=forward_launches + parts[Part.FORWARD_CALLS],
+        backward_launches=np.array(backward_launches, dtype=np.float64)[mode] + calls,
         halved=np.full(len(best), float(len(unit.model.halved))),
         gathered_elements=parts[Part.GATHERED],
         unsummed_elements=parts[Part.UNSUMMED],

@@ -13,7 +13,7 @@ from planner.graph.recompute import MODES
 from planner.search.problem.parts import Parts, has_partial
 from planner.search.problem.states import States
 from planner.search.problem.variables import Edge, Kind, Move
-from planner.search.units.amounts import NOTHING, AmountLedger, Ways
+from planner.search.units.amounts import NOTHING, AmountLedger, Ways, calls_of
 from planner.search.units.factors import Part, Scope
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.placement import REPLICATE
@@ -175,10 +175,13 @@ class _Builder:
                 self._charge((Part.LATE,), (number,), self.ledger.half_seconds(states, position))
             self._charge((own, *late, *(Part.AGAIN + mode for mode in again)), (number,), total)
             self._charge((waits, *(Part.AGAIN_COMMUNICATION + mode for mode in again)), (number,), inside)
+            called = (Part.FORWARD_CALLS if forward else Part.BACKWARD_CALLS, *(Part.AGAIN_CALLS + m for m in again))
+            self._charge(called, (number,), self.ledger.calls_inside(states, position))
         if variable.kind is Kind.STATION:
             back = self.ledger.handing_back(states)
             self._forbid((number,), back.impossible)
             self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), (number,), back.messages)
+            self._charge((Part.BACKWARD_CALLS,), (number,), calls_of(back.messages))
             self._charge((Part.BACKWARD,), (number,), back.copies)
 
     def _elements_part(self, states: States) -> BoolArray:
@@ -212,15 +215,18 @@ class _Builder:
             return
         if node.phase is Phase.BACKWARD:
             self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), scope, ways.messages)
+            self._charge((Part.BACKWARD_CALLS,), scope, calls_of(ways.messages))
             self._charge((Part.BACKWARD,), scope, ways.copies)
             return
         self._charge((Part.FORWARD, Part.FORWARD_COMMUNICATION), scope, ways.messages)
+        self._charge((Part.FORWARD_CALLS,), scope, calls_of(ways.messages))
         self._charge((Part.FORWARD,), scope, ways.copies)
         for mode in (1, 2):
             again = self._moved_again(edge, mode)
             if again is not None:
                 sent, copied = (np.where(again, numbers, NOTHING) for numbers in (ways.messages, ways.copies))
                 self._charge((Part.AGAIN + mode, Part.AGAIN_COMMUNICATION + mode), scope, sent)
+                self._charge((Part.AGAIN_CALLS + mode,), scope, calls_of(sent))
                 self._charge((Part.AGAIN + mode,), scope, copied)
 
     def _once_a_step(self, edge: Edge, move: Move, ways: Ways, *, gathers: bool) -> None:
