@@ -38,6 +38,8 @@ _SCATTERS = frozenset({"aten.scatter.src", "aten.scatter_add.default"})
 """Take what is made for them, and write to any place of a whole tensor."""
 _SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_full.default", "aten.zeros_like.default"})
 """Read nothing of their tensor."""
+_WHOLE_NUMBERS = ("int64", "int32", "bool")
+_PADDED = "aten.constant_pad_nd.default"
 _RUN = (Role.OPERATOR, Role.GRADIENT_SUM)
 """What a step runs; all else is there before."""
 LOSSES = ("aten._log_softmax.default", "aten._log_softmax_backward_data.default")
@@ -88,7 +90,8 @@ def with_fusion(graph: OperatorGraph, kind: str, *, joined: bool = False) -> Ope
     moved = _Fusion(graph=graph, kind=kind, joined=joined).moved() if joined or kind != SINGLE else {}
     if kind in (SINGLE, PRODUCTS):
         moved |= _wide_norms(graph)
-    nodes = [replace(n, kernel=Kernel.ELEMENTWISE) if n.op in LOSSES else n for n in graph.nodes]
+    passes = {*LOSSES, *(_GATHERS | _SCATTERS if kind in (COMPILER, LIBRARY) else ())}
+    nodes = [replace(n, kernel=Kernel.ELEMENTWISE) if n.op in passes else n for n in graph.nodes]
     for index, shares in moved.items():
         node = nodes[index]
         parts = float(any(shares))
@@ -151,6 +154,8 @@ class _Fusion:
         if self.joined:
             for index in self._sums_in_products():
                 found[index] = self._nothing(index)
+        for index, shares in self._routed() if self.kind == LIBRARY else ():
+            found[index] = shares
         for index, shares in chain(self._filled() if fuses else (), self._products() if self.joined else ()):
             before = found.get(index, (1.0,) * len(shares))
             found[index] = tuple(one * other for one, other in zip(before, shares, strict=True))
@@ -288,6 +293,34 @@ class _Fusion:
         readers = self.readers.get(tensor, frozenset())
         outside = readers - inside - self.recomputed.get(tensor, frozenset())
         return bool(outside) or not readers or tensor == self.graph.loss
+
+    def _routed(self) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """What a library leaves out of routing.
+
+        Its router makes maps of a byte for each token and expert, and no numbers of places
+        (``fused_topk_with_score_function`` of Transformer Engine). Experts weigh what their activation function returns
+        by the share of the token (``weighted_bias_swiglu`` of Megatron-Core): nothing reads their results backward.
+        """
+        nodes = self.graph.nodes
+        routing = {_block(node) for node in nodes if node.op in _GATHERS and node.kernel is Kernel.EMBEDDING}
+        for index, node in enumerate(nodes):
+            if node.role not in _RUN or self.bases[index] is not None or _block(node) not in routing:
+                continue
+            if node.op not in _SCATTERS and node.outputs[0].dtype in _WHOLE_NUMBERS and len(node.outputs) == 1:
+                yield index, self._nothing(index)
+            elif node.op == _PADDED:
+                yield index, self._nothing(index)
+            elif node.op in _GATHERS and (again := self._weighed(index)) is not None:
+                yield index, (1.0,) * len(node.tensor_inputs) + (_LOOKED_UP,)
+                yield again, self._nothing(again)
+
+    def _weighed(self, index: int) -> int | None:
+        """The operator that alone reads what a gather returns backward, for the gradient of weights of its rows."""
+        readers = self.readers.get(TensorRef(index), frozenset())
+        behind = [user for user in readers if self.graph.nodes[user].phase is Phase.BACKWARD]
+        ahead = [user for user in readers if self.graph.nodes[user].phase is Phase.FORWARD]
+        products = all(self.graph.nodes[user].op == "aten.mul.Tensor" for user in readers)
+        return behind[0] if products and len(ahead) == len(behind) == 1 else None
 
     def _filled(self) -> Iterator[tuple[int, tuple[float, ...]]]:
         """The part of the experts' places that tokens fill, for what reads and writes these.
