@@ -111,8 +111,8 @@ def without_fixed_time(hardware: Hardware) -> Hardware:
 def pass_time(hardware: Hardware, whole_s: FloatArray, launches: FloatArray) -> FloatArray:
     """Seconds (n,) of passes at the pace of the host, which runs ahead of messages as of kernels.
 
-    With l the time of a launch, n launches and W seconds of kernels and messages a pass takes ``max(W, n l)``, and where
-    the software is known ``(W^p + (n l)^p)^(1/p)``.
+    With l the time of a launch, n launches and W seconds of kernels and messages a pass takes ``max(W, n l)``, and
+    where the software is known ``(W^p + (n l)^p)^(1/p)``.
 
     Parameters
     ----------

@@ -16,6 +16,7 @@ from math import prod, sqrt
 
 from planner.graph.norms import norms_in
 from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph, Role, TensorRef
+from planner.graph.statistics import wide_nodes
 from simulator.errors import InputError
 from simulator.program import Kernel, Phase
 
@@ -38,13 +39,14 @@ _SCATTERS = frozenset({"aten.scatter.src", "aten.scatter_add.default"})
 """Take what is made for them, and write to any place of a whole tensor."""
 _SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_full.default", "aten.zeros_like.default"})
 """Read nothing of their tensor."""
-_WHOLE_NUMBERS = ("int64", "int32", "bool")
+_WHOLE_NUMBERS = (["int64"], ["int32"], ["bool"])
 _PADDED = "aten.constant_pad_nd.default"
 _RUN = (Role.OPERATOR, Role.GRADIENT_SUM)
 """What a step runs; all else is there before."""
 LOSSES = ("aten._log_softmax.default", "aten._log_softmax_backward_data.default")
 """What software runs as casts, maxima, exponents and sums, each of which passes over the logits."""
-_HALF = 2.0
+_HALF, _WHOLE = 2.0, 4.0
+"""Bytes of numbers of 16 and of 32 bits."""
 _NORM_BYTES, _NORM_BACKWARD_BYTES = 36.0, 72.0
 """Bytes of an element of 16 bits that a root-mean-square norm of single operators moves: a cast to float32, its square,
 their mean, two products and a cast back, and twice as much for the gradient."""
@@ -107,18 +109,19 @@ def _wide_norms(graph: OperatorGraph) -> dict[int, tuple[float, ...]]:
     Networks compute these norms in float32 and cast around them (``LlamaRMSNorm`` of transformers).
     """
     found: dict[int, tuple[float, ...]] = {}
+    wide = wide_nodes(graph)
+
+    def half_bytes(ref: TensorRef) -> float:
+        return graph.spec(ref).elements * (_WHOLE if ref.node in wide else _HALF)
+
     for norm in norms_in(graph):
-        values = graph.spec(norm.values)
-        for members, wanted in ((norm.forward, _NORM_BYTES), (norm.backward, _NORM_BACKWARD_BYTES)):
-            tensors = [
-                spec
-                for index in members
-                for spec in (*map(graph.spec, graph.nodes[index].tensor_inputs), *graph.nodes[index].outputs)
-            ]
-            here = sum(spec.elements for spec in tensors) / values.elements * _HALF
-            for index in members:
-                node = graph.nodes[index]
-                found[index] = (wanted / here,) * (len(node.tensor_inputs) + len(node.outputs))
+        elements = graph.spec(norm.values).elements
+        for members, each in ((norm.forward, _NORM_BYTES), (norm.backward, _NORM_BACKWARD_BYTES)):
+            nodes = [(index, graph.nodes[index]) for index in members]
+            here = sum(half_bytes(ref) for _, node in nodes for ref in node.tensor_inputs)
+            here += sum(half_bytes(TensorRef(index, o)) for index, node in nodes for o in range(len(node.outputs)))
+            for index, node in nodes:
+                found[index] = (each * elements / here,) * (len(node.tensor_inputs) + len(node.outputs))
     return found
 
 
@@ -154,8 +157,8 @@ class _Fusion:
         if self.joined:
             for index in self._sums_in_products():
                 found[index] = self._nothing(index)
-        for index, shares in self._routed() if self.kind == LIBRARY else ():
-            found[index] = shares
+        if self.kind == LIBRARY:
+            self._routed(found)
         for index, shares in chain(self._filled() if fuses else (), self._products() if self.joined else ()):
             before = found.get(index, (1.0,) * len(shares))
             found[index] = tuple(one * other for one, other in zip(before, shares, strict=True))
@@ -294,8 +297,8 @@ class _Fusion:
         outside = readers - inside - self.recomputed.get(tensor, frozenset())
         return bool(outside) or not readers or tensor == self.graph.loss
 
-    def _routed(self) -> Iterator[tuple[int, tuple[float, ...]]]:
-        """What a library leaves out of routing.
+    def _routed(self, found: dict[int, tuple[float, ...]]) -> None:
+        """Leave out what a library has no kernels for in routing.
 
         Its router makes maps of a byte for each token and expert, and no numbers of places
         (``fused_topk_with_score_function`` of Transformer Engine). Experts weigh what their activation function returns
@@ -303,16 +306,26 @@ class _Fusion:
         """
         nodes = self.graph.nodes
         routing = {_block(node) for node in nodes if node.op in _GATHERS and node.kernel is Kernel.EMBEDDING}
-        for index, node in enumerate(nodes):
-            if node.role not in _RUN or self.bases[index] is not None or _block(node) not in routing:
-                continue
-            if node.op not in _SCATTERS and node.outputs[0].dtype in _WHOLE_NUMBERS and len(node.outputs) == 1:
-                yield index, self._nothing(index)
-            elif node.op == _PADDED:
-                yield index, self._nothing(index)
+        inside = [i for i, n in enumerate(nodes) if n.role in _RUN and self.bases[i] is None and _block(n) in routing]
+        left_out = set[int]()
+        for index in inside:
+            node = nodes[index]
+            numbers = [spec.dtype for spec in node.outputs] in _WHOLE_NUMBERS and node.op not in _SCATTERS
+            if numbers or node.op == _PADDED:
+                left_out.add(index)
             elif node.op in _GATHERS and (again := self._weighed(index)) is not None:
-                yield index, (1.0,) * len(node.tensor_inputs) + (_LOOKED_UP,)
-                yield again, self._nothing(again)
+                found[index] = (1.0,) * len(node.tensor_inputs) + (_LOOKED_UP,)
+                left_out.add(again)
+        for index in inside:
+            refs, outputs = nodes[index].tensor_inputs, len(nodes[index].outputs)
+            shares = found.get(index, (1.0,) * (len(refs) + outputs))
+            read = [0.0 if self._of_routing(ref, left_out) else s for ref, s in zip(refs, shares, strict=False)]
+            found[index] = self._nothing(index) if index in left_out else (*read, *shares[len(refs) :])
+
+    def _of_routing(self, ref: TensorRef, left_out: set[int]) -> bool:
+        """Whether a tensor is made by what is left out, other than a copy of values."""
+        source = self.base(ref).node
+        return source in left_out and self.graph.nodes[source].op != _PADDED
 
     def _weighed(self, index: int) -> int | None:
         """The operator that alone reads what a gather returns backward, for the gradient of weights of its rows."""

@@ -124,7 +124,9 @@ def _readers(graph: OperatorGraph, ref: TensorRef) -> list[int]:
     return [user for user in graph.consumers.get(ref, ()) if graph.nodes[user].phase is Phase.FORWARD]
 
 
-def _with_derivatives(graph: OperatorGraph, norm: RootMeanSquareNorm, backward: tuple[int, ...]) -> RootMeanSquareNorm | None:
+def _with_derivatives(
+    graph: OperatorGraph, norm: RootMeanSquareNorm, backward: tuple[int, ...]
+) -> RootMeanSquareNorm | None:
     """The norm with the way back through it, None where something else takes part in that."""
     inside = {*norm.forward, *backward}
     if any(user not in inside for index in norm.forward[:-1] for user in graph.consumers.get(TensorRef(index), ())):

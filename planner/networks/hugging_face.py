@@ -161,6 +161,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         captured_blocks=_captured_blocks(path, kind, settings) + (adapters is not None),
         content=content,
         notes=notes,
+        sizes=hugging_face_decoder(kind, settings),
         decoder=hugging_face_decoder(kind, settings)
         if adapters is None and (length > 1 or kind != "mixtral") and not _windowed(settings, length)
         else None,

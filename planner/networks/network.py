@@ -39,7 +39,8 @@ class Network:
     ``forward(*inputs)`` is the scalar mean loss. ``depth`` is the number of equal blocks, if ``make`` can
     leave some out; of ``captured_blocks`` the last two then stand for all but those before them.
     ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
-    set for known families: their graph is written from it, without torch, equal to the capture's. ``marks`` are
+    set for known families: their graph is written from it, without torch, equal to the capture's. ``sizes`` are those
+    of a known family whose graph is captured all the same, as one with adapters is. ``marks`` are
     those that the network's own code has on its modules, ``layerwise`` the parameters it marks as each rank's own.
     ``attention``, ``norms`` and ``fusion`` are how these run, of the kinds of `planner.graph.attention`,
     `planner.graph.norms` and `planner.graph.fusion`.
@@ -59,6 +60,7 @@ class Network:
     content: str = ""
     notes: tuple[str, ...] = ()
     decoder: Decoder | None = None
+    sizes: Decoder | None = None
     marks: Marks | None = None
     layerwise: tuple[str, ...] = ()
     attention: str = ""

@@ -192,8 +192,7 @@ def _unit_pins(placed: PlacedMarks | None, pins: Pins, units: Chain, hardware: H
                 "pins stage_layers and recompute_layers and marks of single modules both say where stages begin or "
                 "what computes again; leave one of them out"
             )
-        counts = [unit.count for unit in units.units]
-        found = of_layers(counts, pins.stage_layers, pins.recompute_layers or 0, pins.vpp or 1)
+        found = of_layers(units.names(), pins.stage_layers, pins.recompute_layers or 0, pins.vpp or 1)
     if pins.recompute_messages is not None:
         found = replace(found, keeps=(not pins.recompute_messages,) * len(units.names()))
     if pins.offload_activations is not None:

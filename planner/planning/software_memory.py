@@ -69,7 +69,7 @@ def _shape(spec: str, sequence: int | None, _fingerprint: str) -> TransformerSha
     if not spec.startswith(_WITH_SIZES) or sequence is None:
         return None
     network = load_network(spec, sequence_length=sequence)
-    known, layers = network.decoder, network.depth
+    known, layers = network.decoder or network.sizes, network.depth
     if known is None or layers is None:
         return None
     dropout = any(note.startswith("dropout is left out") for note in network.notes)

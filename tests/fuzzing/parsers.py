@@ -130,7 +130,7 @@ def _pins(path: Path) -> object:
 Pins = {
     *("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", "shard_size", "recompute", "order"),
     *("optimizer_sharding", "schedule", "bucket_mb", "sharding_threshold_kb", "copies", "stage_layers"),
-    *("recompute_layers", "sequence_parallel", "offload_to", "offload_optimizer", "expert_cut"),
+    *("recompute_layers", "sequence_parallel", "offload_to", "offload_optimizer", "expert_cut", "tensor_cut"),
 }
 
 

@@ -136,6 +136,7 @@ def test_of_every_pin_it_is_said_what_it_costs() -> None:
         "context_algorithm": "none",
         "expert_messages": "any",
         "expert_cut": "any",
+        "tensor_cut": "any",
     }
     sizes = {"dp": "2", "micro_batch": "4", "micro_batches": "2", "shard_size": "2", "order": "pp-dp-tp"}
     states = {"optimizer_sharding": "zero1", "offload_optimizer": "true", "offload_to": "host"}

@@ -38,7 +38,8 @@ class Setting:
     hold and work on, which may be sharded by expert. ``free_axes`` may shard the batch even where they are named
     ``tensor``. With ``experts_stay`` weights of experts lie and are read where an expert axis has them; ``expert_cut``
     says of an axis named ``tensor`` whether it cuts the ``width`` of experts or has ``whole`` ones, where it may not do
-    ``any``; ``tensor_cut`` of ``width`` that it cuts the matrix of every product, where that divides. ``context`` is the one choice of each variable on an axis named ``context``, where the mesh has one.
+    ``any``; ``tensor_cut`` of ``width`` that it cuts the matrix of every product, where that divides. ``context`` is
+    the one choice of each variable on an axis named ``context``, where the mesh has one.
     ``sharded_gradients`` are scattered every micro-batch and accumulated in shards (ZeRO-2).
     """
 
@@ -132,7 +133,7 @@ class StatesOnMesh:
             ports = self._ports(variable)
             known["ports", kind] = ports, known.setdefault(("cut", self._cuts(variable, ports)), kind)
         ports, cut_alike = known["ports", kind]
-        if "expert" in self.names or "any" != setting.expert_cut or "any" != setting.tensor_cut:
+        if "expert" in self.names or setting.expert_cut != "any" or setting.tensor_cut != "any":
             cut_alike = kind  # what experts and products hold is told by extents and operators
         asked = (
             setting.storage, setting.batch_only, setting.batch_axes, setting.free_axes, setting.experts_stay,
@@ -252,14 +253,19 @@ class StatesOnMesh:
                 keep &= np.isin(placed, [*batch, *others]) | ((placed < 0) & (not batch))
                 if self.setting.experts_stay and self._of_experts(spec):
                     keep &= placed == 0
-        if name == "tensor" and self.setting.expert_cut != "any":
-            for tensor, _, placed in tensors:
-                if self._of_experts(self.graph.spec(tensor)):
+        if name == "tensor":
+            keep &= self._cut(tensors, len(choices))
+        return keep
+
+    def _cut(self, tensors: Sequence[Port], choices: int) -> NDArray[np.bool_]:
+        """Choices in which tensor ranks have of experts and of other matrices what the setting says."""
+        keep = np.ones(choices, dtype=np.bool_)
+        for tensor, reads, placed in tensors:
+            if self._of_experts(self.graph.spec(tensor)):
+                if self.setting.expert_cut != "any":
                     keep &= placed == 0 if self.setting.expert_cut == "whole" else placed > 0
-        if name == "tensor" and self.setting.tensor_cut == "width":
-            for tensor, reads, placed in tensors:
-                if reads and tensor.node in self._factors and not self._of_experts(self.graph.spec(tensor)):
-                    keep &= placed >= 0
+            elif self.setting.tensor_cut == "width" and reads and tensor.node in self._factors:
+                keep &= placed >= 0
         return keep
 
     def _of_experts(self, spec: TensorSpec) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -77,23 +79,24 @@ class UnitPins:
             yield self.modes[number] if self.modes else None, swap is not None and not swap.operators
 
 
+_NUMBERED = re.compile(r"(.*)\.\d+$")
 FREE = UnitPins()
 """Nothing is fixed."""
 
 
-def of_layers(counts: Sequence[int], stage_layers: Sequence[int] | None, again: int, virtual: int) -> UnitPins:
+def of_layers(names: Sequence[str], stage_layers: Sequence[int] | None, again: int, virtual: int) -> UnitPins:
     """Stages of the given layers, and the layers that compute again.
 
-    Layers are the units up to the end of the longest row of equal ones; what lies before the given layers, such as an
+    Layers are the units of the list of modules that has most of them; what lies before the given layers, such as an
     embedding, belongs to the first chunk, what lies behind them to the last. Each chunk of a rank computes as many of
     its layers again, the first ones (method ``block`` of Megatron-LM's ``--recompute-num-layers``).
 
     Parameters
     ----------
-    counts
-        Equal units in each row of units, in model order.
+    names
+        Of all units, in model order.
     stage_layers
-        Layers of each chunk; None for one chunk of the longest row.
+        Layers of each chunk; None for one chunk of all.
     again
         Layers of a rank that compute again; 0: none is said.
     virtual
@@ -104,8 +107,11 @@ def of_layers(counts: Sequence[int], stage_layers: Sequence[int] | None, again: 
     InputError
         The chunks have more layers than the network.
     """
-    last = sum(counts[: counts.index(max(counts)) + 1])
-    layers = tuple(stage_layers) if stage_layers is not None else (max(counts),)
+    lists = Counter(found[1] for name in names if (found := _NUMBERED.match(name)))
+    most = max(lists, key=lists.__getitem__, default="")
+    members = [place for place, name in enumerate(names) if (found := _NUMBERED.match(name)) and found[1] == most]
+    first, last = (members[0], members[-1] + 1) if members else (0, len(names))
+    layers = tuple(stage_layers) if stage_layers is not None else (last - first,)
     front = last - sum(layers)
     if front < 0:
         raise InputError(
@@ -113,7 +119,7 @@ def of_layers(counts: Sequence[int], stage_layers: Sequence[int] | None, again: 
             "numbers that add up to its layers"
         )
     ends = [front + end for end in accumulate(layers)]
-    modes = [0] * sum(counts) if again else []
+    modes = [0] * len(names) if again else []
     for begin, end in zip([front, *ends], ends, strict=False):
         recomputed = min(again // virtual, end - begin)
         modes[begin : begin + recomputed] = [RECOMPUTE.index("full")] * recomputed

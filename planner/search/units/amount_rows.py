@@ -248,7 +248,7 @@ class Messages:
     def waits(
         self, costs: MeshCosts, ratio: FloatArray, share: FloatArray, work_s: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Seconds that each kernel waits for the messages inside it on one mesh, and their launches, (cases, kernels)."""
+        """Seconds (cases, kernels) that kernels wait for messages inside them on one mesh, and launches of these."""
         inside, calls = np.zeros_like(work_s), np.zeros_like(work_s)
         for key, group in self._inner.items():
             axis, rows = self._axes[key], group.rows[0]

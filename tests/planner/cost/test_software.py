@@ -9,16 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planner.cost.software import (
     SOFTWARE,
     NetworkFamily,
     as_run,
     as_run_by,
+    check_software,
     exchange_of,
     machine_of,
     norms_of,
+    software_named,
     usual_software,
+    with_settings,
 )
 from planner.cost.software_file import shipped_software
 from planner.cost.stacks import factors_of
@@ -41,6 +46,7 @@ from planner.planning.prediction import predict_plan
 from planner.planning.shared_tables import SharedTables
 from planner.plans.exchange import Exchange
 from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.plan import stored_parameters
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
 from simulator.kernels.convolution import COPIES
@@ -225,7 +231,9 @@ def test_messages_of_tensor_ranks_beside_products_leave_a_part_to_wait_for(tmp_p
     left = shipped_software().coefficients.stacks["transformer_engine"]["tensor_exposed"]
     read = plan_from_text(plan_to_text(beside.plan)).plan
     assert (read.tensor_overlap, plan_from_text(plan_to_text(behind.plan)).plan.tensor_overlap) == (True, False)
-    assert beside.prediction.breakdown["exposed_communication_s"] < behind.prediction.breakdown["exposed_communication_s"]
+    assert (
+        beside.prediction.breakdown["exposed_communication_s"] < behind.prediction.breakdown["exposed_communication_s"]
+    )
     assert beside.plan.certificate.objective_s < behind.plan.certificate.objective_s
     hardware = replace(machine_of(read), training=machine_of(read).training | {LAUNCH: 0.0})
     whole = replace(machine_of(behind.plan), training=machine_of(behind.plan).training | {LAUNCH: 0.0})
@@ -320,3 +328,55 @@ def test_attention_takes_the_kernel_of_the_software_on_the_device() -> None:
         found = as_run(h100, software, attention)
         assert found.attention == kernel
         assert found.training["planned_attention"] == pytest.approx(h100.training["attention"] * factors[kernel])
+
+
+def test_settings_stand_behind_the_name_and_change_the_step() -> None:
+    """They are part of the software's name, from the request to the file."""
+    pins = {"pp": "1", "tp": "1", "dp": "4", "micro_batch": "1", "optimizer_sharding": "none"}
+    usual, waiting = (planned(name, **pins) for name in ("megatron_core", "megatron_core:overlaps=false"))
+    read = plan_from_text(plan_to_text(waiting.candidates[0].plan)).plan
+    assert read.software == "megatron_core:overlaps=false"
+    assert not machine_of(read).overlaps_communication
+    assert waiting.candidates[0].prediction.step_time_s > usual.candidates[0].prediction.step_time_s
+    less = planned("megatron_core:optimizer_states=adamw8bit", **pins).candidates[0].prediction
+    assert less.peak_memory_bytes < usual.candidates[0].prediction.peak_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("megatron_cor:overlaps=true", "did you mean 'megatron_core'"),
+        ("megatron_core:overlap=true", "did you mean 'overlaps'"),
+        ("megatron_core:overlaps", "write NAME=VALUE"),
+        ("megatron_core:overlaps=maybe", "valid boolean"),
+        ("megatron_core:loss_chunks=0", "greater than or equal to 1"),
+        ("megatron_core:gradient_bytes=3", "gradient_bytes"),
+    ],
+)
+def test_wrong_settings_are_refused_with_what_is_right(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        check_software(text)
+
+
+@given(st.booleans(), st.booleans(), st.sampled_from([0, 2, 4, 6]), st.integers(1, 9))
+def test_settings_are_read_as_they_are_written(overlaps: bool, fused: bool, size: int, chunks: int) -> None:
+    wanted = {"overlaps": overlaps, "fused_loss": fused, "gradient_bytes": size, "loss_chunks": chunks}
+    read = software_named(with_settings("nemo", wanted))
+    assert (read.overlaps, read.memory.fused_loss) == (overlaps, fused)
+    assert (read.memory.gradient_bytes, read.memory.loss_chunks) == (size, chunks)
+    assert with_settings("nemo", {"overlaps": software_named("nemo").overlaps}) == "nemo"
+
+
+def test_tensor_ranks_of_named_software_have_part_of_every_matrix() -> None:
+    """Products of a small network are faster whole on each rank; no software can be told that."""
+    pins = {"pp": "1", "dp": "1", "tp": "4", "micro_batch": "1"}
+    free, cut = (planned("megatron", **pins, tensor_cut=cut).candidates[0] for cut in ("any", "width"))
+    assert free.prediction.step_time_s <= cut.prediction.step_time_s * (1 + 1e-9)
+
+    def whole(candidate: Candidate) -> int:
+        stored = stored_parameters(captured("gpt2-tiny"), candidate.plan.rules, candidate.plan.layers)
+        return sum(elements for elements, placed in stored if placed[-1] < 0)
+
+    assert whole(cut) < whole(free)
+    asked = planned("megatron", **pins).candidates[0]
+    assert whole(asked) == whole(cut)

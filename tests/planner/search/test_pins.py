@@ -144,6 +144,7 @@ def test_every_pin_is_tried() -> None:
         "offload_activations",
         "recompute_messages",
         "order",
+        "tensor_cut",
         "stage_layers",
         "recompute_layers",
     } == set(PIN_NAMES)
