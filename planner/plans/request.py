@@ -116,11 +116,11 @@ class Pins:
     they are waited for. ``expert_cut`` says what tensor ranks have of experts: part of the ``width`` of each, or
     ``whole`` ones of their own, as those of an expert axis; ``tensor_cut`` of ``width`` that they have part of the
     matrix of every product, and do not each compute it whole. With ``tensor_overlap`` gathers and scatters of tensor
-    ranks travel beside products, else behind them. ``order`` names axes as the pins of their degrees do, from the one whose ranks lie farthest apart to the one whose ranks are
-    neighbours; those that it leaves out lie where they like. ``stage_layers`` are the layers of every chunk of a
-    pipeline, in the order of the network; ``recompute_layers`` says how many layers of a stage compute again, the first
-    ones of each of its chunks. Of what is not pinned only that is searched which a
-    framework ``runs``.
+    ranks travel beside products, else behind them. ``order`` names axes as the pins of their degrees do, from the one
+    whose ranks lie farthest apart to the one whose ranks are neighbours; those that it leaves out lie where they like.
+    ``stage_layers`` are the layers of every chunk of a pipeline, in the order of the network; ``recompute_layers`` says
+    how many layers of a stage compute again, the first ones of each of its chunks. Of what is not pinned only that is
+    searched which a framework ``runs``.
     """
 
     dp: int | None = None

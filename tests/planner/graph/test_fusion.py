@@ -213,8 +213,8 @@ def test_norms_of_single_operators_pass_through_memory_in_float32(kind: str, tmp
         elements = graph.spec(norm.values).elements
         for members, each in ((norm.forward, 36.0), (norm.backward, 72.0)):
             moved = sum(sum(traffic_sizes(graph, graph.nodes[index])) for index in members)
-            # Statistics of a row stay in float32 anyway.
-            assert moved == pytest.approx(each * elements, rel=0.05)
+            # What is repeated along a row is read once.
+            assert moved == pytest.approx(each * elements, rel=0.08)
 
 
 def test_routing_of_a_library_moves_rows_of_tokens_alone() -> None:
