@@ -63,6 +63,7 @@ class PinOptions(TypedDict, total=False):
     context_algorithm: str
     expert_messages: str
     expert_cut: str
+    tensor_cut: str
     offload_to: str
     sequence_parallel: bool
     tensor_overlap: bool

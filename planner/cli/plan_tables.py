@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cli.tables import BREAKDOWN_NAMES, batch_text, facts, memory_kinds_text, mesh_text, plain_table
+from planner.cost.software import uncertainty_of
 from planner.planning.summary import cells, certainty, columns, heading, recompute_text, throughput
 from simulator.quantities import bytes_text, percent_text, rate_text, seconds_text
 from simulator.topology import level_of_axis
@@ -91,7 +92,8 @@ def _facts(result: SearchResult, hardware: Hardware, strategy_file: str) -> Iter
     yield "memory", memory_kinds_text(best.prediction.memory_at_peak)
     yield "fits", _fits_text(best.prediction)
     yield "certificate", _certificate_text(certificate, best.prediction)
-    yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source}){difference_text(best.prediction)}"
+    known = uncertainty_of(hardware, plan.software, language=plan.sequence_length is not None)
+    yield "prediction", f"{known.label} ({known.source}){difference_text(best.prediction)}"
     yield (
         "search",
         (

@@ -29,7 +29,7 @@ from planner.graph.norms import check_norms
 from planner.plans.exchange import Exchange
 from simulator.errors import InputError
 from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
-from simulator.hardware import Hardware
+from simulator.hardware import Hardware, Uncertainty
 from simulator.kernels.convolution import COPIES
 from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, MICRO_BATCH, SEND_STALL, SHARDED, STEP, TENSOR_EXPOSED
 from simulator.profile_file import validation_problems
@@ -129,6 +129,26 @@ def with_settings(name: str, wanted: Mapping[str, object]) -> str:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def uncertainty_of(hardware: Hardware, software: str, *, language: bool) -> Uncertainty:
+    """How far predictions of a step are off: of the named software on such devices, else of the profile.
+
+    Published runs of the software on devices of the family say so; a profile whose devices nobody measured stays
+    ``extrapolated``, and its interval the wider of both.
+    """
+    own = hardware.uncertainty
+    if not check_software(software):
+        return own
+    known = software_named(software)
+    name = f"{known.stack}{'_deterministic' * known.deterministic}"
+    kind, family = "transformer" if language else "layered", family_of(hardware.device_name)
+    interval, label = shipped_software().interval(kind, family, name)
+    low, high = max(0.0, 1 - interval.low), max(0.0, interval.high - 1)
+    if own.label == "extrapolated":
+        return replace(own, low=max(low, own.low), high=max(high, own.high))
+    source = f"how far {interval.rows} published runs of such software and devices were off"
+    return replace(own, low=low, high=high, label=label, source=source)
 
 
 def check_software(name: str) -> str:

@@ -22,6 +22,7 @@ from planner.cost.software import (
     machine_of,
     norms_of,
     software_named,
+    uncertainty_of,
     usual_software,
     with_settings,
 )
@@ -380,3 +381,16 @@ def test_tensor_ranks_of_named_software_have_part_of_every_matrix() -> None:
     assert whole(cut) < whole(free)
     asked = planned("megatron", **pins).candidates[0]
     assert whole(asked) == whole(cut)
+
+
+def test_the_interval_of_named_software_is_that_of_its_published_runs() -> None:
+    pins = {"pp": "1", "tp": "1", "dp": "4", "micro_batch": "1", "optimizer_sharding": "none"}
+    known, label = shipped_software().interval("transformer", "ampere", "megatron")
+    found = planned("megatron", **pins).candidates[0].prediction
+    step = found.step_time_s
+    assert found.interval_s == pytest.approx((min(1.0, known.low) * step, max(1.0, known.high) * step))
+    assert found.label == label
+    usual = planned("", **pins).candidates[0].prediction
+    assert usual.label == DGX.uncertainty.label
+    guessed = replace(DGX, uncertainty=replace(DGX.uncertainty, label="extrapolated", low=0.9, high=9.0))
+    assert uncertainty_of(guessed, "megatron", language=True) == guessed.uncertainty
