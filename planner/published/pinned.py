@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from planner.cost.memory.in_flight import V_SHAPED, schedule_name
 from planner.cost.memory.parameters import local_vocabulary
 from planner.cost.memory.states import usual_gradient_bytes
 from planner.cost.memory_traits import traits_of
@@ -35,9 +36,9 @@ from simulator.errors import UnsupportedError
 OF_FRAMES = "frames_"
 """How factories of `planner.networks.quartznet` begin, whose module needs torch."""
 RESNETS = ("resnet50", "resnet50v1_5", "resnet50_v1_5", "rn50v1_5")
-FOLDED = ("zbv", "dualpipe")
+FOLDED = ("zbv", "dualpipe", "dualpipe_v")
 """Schedules whose ranks hold two stages each, which the planner cuts."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v")
 ORDER = "pp-dp-cp-tp"
 """Megatron-LM and DeepSpeed lay tensor ranks out next to each other and stages farthest apart
 (``megatron/core/parallel_state.py``, ``deepspeed/runtime/pipe/topology.py``)."""
@@ -231,7 +232,8 @@ def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
     setup = run.setup
     sharding = setup.optimizer_sharding if setup.dp > 1 else OptimizerSharding.NONE
     pins = {
-        "dp": str(setup.dp), "tp": str(setup.tp), "pp": str(setup.pp), "vpp": str(setup.vpp),
+        "dp": str(setup.dp), "tp": str(setup.tp), "pp": str(setup.pp),
+        "vpp": "2" if setup.pp > 1 and schedule_name(setup.schedule) in V_SHAPED else str(setup.vpp),
         "micro_batch": str(setup.micro_batch), "order": ORDER,
     }  # fmt: skip
     if setup.cp > 1:
@@ -316,7 +318,8 @@ def _layered(network: LayeredNetwork, setup: TrainingSetup) -> str:
 def _config(run: TrainingRun, network: TransformerShape, notes: list[str]) -> dict[str, object]:
     """The ``config.json`` of a network of this shape; the vocabulary is padded as the software pads it."""
     require(not network.encoder_layers, "an encoder beside the decoder")
-    require(not network.attention_window, "attention within a window")
+    rotary = network.gated and not network.latent_attention and not network.experts
+    require(not network.attention_window or rotary, "attention within a window beside experts or learned positions")
     rows = local_vocabulary(network, run.setup.tp, traits_of(run.setup.stack).padded_vocabulary) * run.setup.tp
     vocabulary = round(rows)
     if network.multi_token_layers:
@@ -363,7 +366,15 @@ def _rotary(network: TransformerShape, vocabulary: int, notes: list[str]) -> dic
         "num_attention_heads": network.heads, "num_key_value_heads": network.key_value_heads,
         "intermediate_size": widths["feed_forward"], "vocab_size": vocabulary,
         "max_position_embeddings": network.sequence_length, "tie_word_embeddings": network.tied_embeddings,
-    } | ({} if plain else {"head_dim": network.head_size}) | _experts(network, widths, notes)  # fmt: skip
+    } | ({} if plain else {"head_dim": network.head_size}) | (
+        _window(network) | _experts(network, widths, notes)
+    )  # fmt: skip
+
+
+def _window(network: TransformerShape) -> dict[str, object]:
+    """What a config of Mistral has beside one of Llama."""
+    window = network.attention_window
+    return {"model_type": "mistral", "sliding_window": window} if 0 < window < network.sequence_length else {}
 
 
 def _experts(network: TransformerShape, widths: dict[str, int], notes: list[str]) -> dict[str, object]:
@@ -389,15 +400,16 @@ def _masked(network: TransformerShape, vocabulary: int, notes: list[str]) -> dic
 
 
 def _latent(network: TransformerShape, vocabulary: int) -> dict[str, object]:
-    """A config of DeepSeek-V3, experts in one group, whose routing plans do not price."""
+    """A config of DeepSeek-V3, or of V2 where queries are whole; experts in one group, as plans price no routing."""
     parts, experts = network.latent_attention, network.experts
-    require(experts and parts and parts.query_rank, "latent attention beside dense layers alone")
+    require(experts, "latent attention beside dense layers alone")
     assert parts is not None
     assert experts is not None
     return {
-        "model_type": "deepseek_v3", "num_hidden_layers": network.layers, "hidden_size": network.hidden,
+        "model_type": "deepseek_v3" if parts.query_rank else "deepseek_v2",
+        "num_hidden_layers": network.layers, "hidden_size": network.hidden,
         "num_attention_heads": network.heads, "num_key_value_heads": network.heads,
-        "q_lora_rank": parts.query_rank, "kv_lora_rank": parts.key_value_rank, "v_head_dim": parts.value_head,
+        "q_lora_rank": parts.query_rank or None, "kv_lora_rank": parts.key_value_rank, "v_head_dim": parts.value_head,
         "qk_nope_head_dim": parts.plain_head, "qk_rope_head_dim": parts.rotary_head,
         "intermediate_size": network.feed_forward, "moe_intermediate_size": experts.feed_forward,
         "n_routed_experts": experts.count, "num_experts_per_tok": experts.per_token, "n_group": 1, "topk_group": 1,

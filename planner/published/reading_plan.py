@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from planner.cost.memory.in_flight import V_SHAPED, schedule_name
 from planner.cost.memory.parameters import even_chunks
 from planner.cost.stacks import Stack
 from planner.cost.training_run import LayeredNetwork, OptimizerSharding, TrainingSetup, TransformerShape
@@ -57,10 +58,10 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
     kept, kept_layers = words.recompute(row, network, mesh.pp, notes)
     ep, expert_tp = _expert_degrees(row, network, mesh, notes)
     overlap_gradients, overlap_parameters, overlap_tensor = words.overlaps(row, used, shard, mesh.tp)
-    flags = words.all_words(row)
+    flags, schedule = words.all_words(row), words.schedule(row, vpp)
     return TrainingSetup(
         devices=mesh.devices, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, vpp=vpp, cp=mesh.cp, ep=ep, expert_tp=expert_tp,
-        micro_batch=micro_batch, micro_batches=micro_batches, schedule=words.schedule(row, vpp),
+        micro_batch=micro_batch, micro_batches=micro_batches, schedule=schedule,
         recompute=kept, optimizer_sharding=shard,
         recompute_layers=kept_layers * (1 if used is Stack.MINDSPEED and not words.legacy_model(row) else vpp),
         shard_group=words.shard_group(row, mesh.dp, mesh.cp),
@@ -72,7 +73,8 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         offload_optimizer=whole_on_one_device(row)
         or bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         offload_parameters=bool(re.search(r"par(?:am(?:eter)?s?)? ?-?offl(?:oad)?=y", flags)),
-        trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
+        trained_fraction=words.trained_fraction(row, notes),
+        layers_per_stage=() if schedule_name(schedule) in V_SHAPED else stages,
         local_share=stated(row, "local_share", 0.0),
         deterministic=words.functional_test(row),
         legacy_model=words.legacy_model(row), single_gate=used is Stack.MINDSPEED and words.leaves_gate_single(row),

@@ -483,7 +483,8 @@ def schedule(row: FileRow, vpp: int) -> str:
     """The pipeline schedule, by the names of `simulator.schedules`."""
     words = f"{row.text('other_flags')} {row.text('framework')}".lower()
     for pattern, name in (
-        (r"zb-?2p|zb-?h2", "zb-h2"), (r"zb-?1p|zb-?h1", "zb-h1"), (r"zb-?v", "zbv"), (r"dualpipe", "dualpipe"),
+        (r"zb-?2p|zb-?h2", "zb-h2"), (r"zb-?1p|zb-?h1", "zb-h1"), (r"zb-?v", "zbv"),
+        (r"dual-?pipe-?v", "dualpipe_v"), (r"dual-?pipe", "dualpipe"),
         (r"gpipe", "gpipe"),
     ):  # fmt: skip
         if re.search(pattern, words):

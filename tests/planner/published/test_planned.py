@@ -6,6 +6,7 @@ import csv
 import json
 import random
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,58 @@ def test_a_run_without_a_plan_does_not_take_the_others_with_it(tmp_path: Path) -
     assert isinstance(decoder, RunPrediction)
     assert isinstance(encoder, NotPinnedError)
     assert "encoder" in str(encoder)
+
+
+def test_what_a_run_has_beside_its_software_stands_behind_the_name(tmp_path: Path) -> None:
+    """Deterministic kernels, and a loss that is compiled, are settings; what the software has anyway is none."""
+    stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "2", "framework": "Megatron-LM (mcore)"}
+    plain, tested = (
+        pinned_run(row.run).software
+        for row in rows_of(tmp_path, stated, {**stated, "other_flags": "deterministic-mode; cross-entropy-loss-fusion"})
+        if row.run is not None
+    )
+    name, _, settings = tested.partition(":")
+    assert plain.partition(":")[0] == name
+    assert {"deterministic=true", "fused_loss=true"} <= set(settings.split(","))
+    assert not {"deterministic", "fused_loss"} & {part.partition("=")[0] for part in plain.split(",")}
+
+
+def test_layers_alone_compute_again(tmp_path: Path) -> None:
+    """Recomputation in full is that of every layer of a rank; no software computes the head again."""
+    stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "2", "recompute_kind": "full"}
+    (row,) = rows_of(tmp_path, stated)
+    assert row.run is not None
+    pinned = pinned_run(row.run)
+    assert dict(pinned.pins)["recompute_layers"] == "3"
+    (best,) = plan_network(Workplace(tmp_path).request(pinned)).candidates
+    again = [part for part in best.plan.recompute_ranges if part.mode == "full"]
+    assert again
+    assert not any("lm_head" in part.last or "wte" in part.first for part in again)
+
+
+def test_a_window_makes_attention_cheaper(tmp_path: Path) -> None:
+    """Rotary networks with a window are planned as Mistral's."""
+    stated = {**PIPELINE, "pp": "1", "n_accels": "4", "global_batch": "16", "micro_batch": "2", "seq_len": "2048"}
+    (row,) = rows_of(tmp_path, stated)
+    assert row.run is not None
+    shape = replace(row.run.network, gated=True, rms_norm=True, rotary=True, biases=False)  # type: ignore[type-var]
+    runs = [replace(row.run, network=replace(shape, attention_window=window)) for window in (0, 128)]  # type: ignore[type-var]
+    whole, within = predict_planned(runs, cores=1)
+    assert isinstance(whole, RunPrediction)
+    assert isinstance(within, RunPrediction)
+    assert json.loads(pinned_run(runs[1]).network)["sliding_window"] == 128
+    assert within.step_time_s <= whole.step_time_s
+
+
+def test_dualpipe_v_has_two_chunks_a_rank(tmp_path: Path) -> None:
+    stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "1", "other_flags": "DualPipeV"}
+    (row,) = rows_of(tmp_path, stated)
+    assert row.run is not None
+    pins = dict(pinned_run(row.run).pins)
+    assert (pins["schedule"], pins["vpp"], pins["pp"]) == ("dualpipe_v", "2", "2")
+    assert "stage_layers" not in pins
+    (predicted,) = predict_planned([row.run], cores=1)
+    assert isinstance(predicted, RunPrediction)
 
 
 def test_equal_runs_are_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
