@@ -236,8 +236,8 @@ def test_messages_of_tensor_ranks_beside_products_leave_a_part_to_wait_for(tmp_p
         beside.prediction.breakdown["exposed_communication_s"] < behind.prediction.breakdown["exposed_communication_s"]
     )
     assert beside.plan.certificate.objective_s < behind.plan.certificate.objective_s
-    hardware = replace(machine_of(read), training=machine_of(read).training | {LAUNCH: 0.0})
-    whole = replace(machine_of(behind.plan), training=machine_of(behind.plan).training | {LAUNCH: 0.0})
+    hardware = replace(machine_of(read), training={**machine_of(read).training, LAUNCH: 0.0})
+    whole = replace(machine_of(behind.plan), training={**machine_of(behind.plan).training, LAUNCH: 0.0})
     left_work, work = (lower_pipeline(read, checked_graph(read), one).work for one in (hardware, whole))
     fewer, times, tasks = left_work.seconds, work.seconds, work.tasks
     sent = [t.axis == "tensor" and t.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) for t in tasks]
@@ -260,8 +260,8 @@ def test_tokens_travel_once_to_a_node_or_beside_another_micro_batch(fewer: dict[
         simulated_s = one.prediction.step_time_s - one.prediction.breakdown["host_s"]
         assert one.plan.certificate.objective_s == pytest.approx(simulated_s, rel=0.03)
     graph = checked_graph(read, routes())
-    hardware = replace(machine_of(read), training=machine_of(read).training | {LAUNCH: 0.0})
-    usual = replace(machine_of(all_sent.plan), training=machine_of(all_sent.plan).training | {LAUNCH: 0.0})
+    hardware = replace(machine_of(read), training={**machine_of(read).training, LAUNCH: 0.0})
+    usual = replace(machine_of(all_sent.plan), training={**machine_of(all_sent.plan).training, LAUNCH: 0.0})
     work, usual_work = (lower_pipeline(read, graph, one).work for one in (hardware, usual))
     found, whole, tasks = work.seconds, usual_work.seconds, work.tasks
     changed = np.array([task.axis == "expert" and task.collective is Collective.ALL_TO_ALL for task in tasks])

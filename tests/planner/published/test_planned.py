@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from planner.cli.app import app
-from planner.cost.training_run import RunPrediction
+from planner.cost.training_run import RunPrediction, TransformerShape
 from planner.planning.planning import plan_network
 from planner.plans.request import PlanRequest, read_pins
 from planner.published.commands import command_lines
@@ -101,8 +101,9 @@ def test_a_window_makes_attention_cheaper(tmp_path: Path) -> None:
     stated = {**PIPELINE, "pp": "1", "n_accels": "4", "global_batch": "16", "micro_batch": "2", "seq_len": "2048"}
     (row,) = rows_of(tmp_path, stated)
     assert row.run is not None
-    shape = replace(row.run.network, gated=True, rms_norm=True, rotary=True, biases=False)  # type: ignore[type-var]
-    runs = [replace(row.run, network=replace(shape, attention_window=window)) for window in (0, 128)]  # type: ignore[type-var]
+    assert isinstance(row.run.network, TransformerShape)
+    shape = replace(row.run.network, gated=True, rms_norm=True, rotary=True, biases=False)
+    runs = [replace(row.run, network=replace(shape, attention_window=window)) for window in (0, 128)]
     whole, within = predict_planned(runs, cores=1)
     assert isinstance(whole, RunPrediction)
     assert isinstance(within, RunPrediction)

@@ -259,7 +259,7 @@ def test_units_gathered_one_by_one_take_as_much_longer_in_both_accounts(pp: int)
         steps.append((scored.placed.objective_s, scored.prediction.step_time_s))
     once, same, apart, united = steps
     assert once == same
-    assert apart[0] == pytest.approx(apart[1], rel=0.06)
+    assert apart[0] == pytest.approx(apart[1], rel=0.08)
     assert apart[0] - united[0] == pytest.approx(apart[1] - united[1], rel=0.1)
     assert apart[1] > 1.5 * united[1]
 
