@@ -5,7 +5,8 @@ The command line, the Python interface and its HTML show the same cells.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 Column = tuple[str, bool]
 """The heading of a column, and whether its cells are numbers."""
+_COLUMNS, _LEAST = 80, 20
+"""Characters of a line, and of the narrowest text in a table."""
 
 
 def degrees_text(plan: Plan) -> str:
@@ -90,7 +93,7 @@ def certainty(plan: Plan, prediction: Prediction) -> str:
     proof = {"optimal": f"optimal, {gap}", "bounded": f"near the optimum, {gap}"}
     found = proof.get(str(certificate.status), "heuristic: no bound")
     meaning = {
-        "calibrated": "measured on this machine",
+        "calibrated": "measured runs of this hardware are behind it",
         "interpolated": "among measured runs of this hardware",
         "extrapolated": "no measured run of this hardware is near",
     }
@@ -99,12 +102,16 @@ def certainty(plan: Plan, prediction: Prediction) -> str:
 
 
 def plain_text_table(head: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
-    """Lay a table out as text; headings may have two lines."""
+    """Lay a table out as text; headings may have two lines, and texts go on below where 80 columns are full."""
     rows = [tuple(row) for row in rows]
     titles = [name.split("\n") for name, _ in head]
     depth = max(map(len, titles))
     lines = [[([""] * depth + title)[-depth:][line] for title in titles] for line in range(depth)]
     widths = [max(len(row[i]) for row in [*lines, *rows]) for i in range(len(head))]
+    over = sum(widths) + 2 * (len(widths) - 1) - _COLUMNS
+    if over > 0 and (text := next((i for i, (_, number) in enumerate(head) if not number), None)) is not None:
+        widths[text] = max(_LEAST, widths[text] - over)
+        rows = [part for row in rows for part in _below(row, text, widths[text])]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if number else cell.ljust(width)
@@ -112,6 +119,12 @@ def plain_text_table(head: Sequence[Column], rows: Iterable[Sequence[str]]) -> s
         ).rstrip()
         for row in [*lines, *rows]
     )
+
+
+def _below(row: tuple[str, ...], text: int, width: int) -> Iterator[tuple[str, ...]]:
+    """The lines of a row whose text is wrapped."""
+    for number, part in enumerate(textwrap.wrap(row[text], width) or [""]):
+        yield tuple(part if i == text else "" if number else cell for i, cell in enumerate(row))
 
 
 def candidates_text(candidates: Sequence[Candidate]) -> str:

@@ -218,7 +218,9 @@ def brute_force(factors: UnitFactors, tables: StageTables, number: int, row: np.
 def test_elimination_is_exact(number: int, seed: int) -> None:
     tables = tables_of("mlp", make_mesh(tensor=2))
     random = np.random.default_rng(seed)
-    scale = np.array([1.0] * 5 + [1e-9] * 2 + [1.0] * 6 + [1e-9] * 6 + [1.0, 1e-9, 1e-9, 1.0, 1.0, 1.0, 1e-9] + [1e-5] * 5)
+    scale = np.array(
+        [1.0] * 5 + [1e-9] * 2 + [1.0] * 6 + [1e-9] * 6 + [1.0, 1e-9, 1e-9, 1.0, 1.0, 1.0, 1e-9] + [1e-5] * 5
+    )
     row = random.uniform(0, 1, PARTS) * scale
     unit = tables._stage.unit(number)
     found = unit.spread(unit.minima(row[None]).table, ())[0]
