@@ -93,9 +93,9 @@ def certainty(plan: Plan, prediction: Prediction) -> str:
     proof = {"optimal": f"optimal, {gap}", "bounded": f"near the optimum, {gap}"}
     found = proof.get(str(certificate.status), "heuristic: no bound")
     meaning = {
-        "calibrated": "measured runs of this hardware are behind it",
+        "calibrated": "by measured runs of this hardware",
         "interpolated": "among measured runs of this hardware",
-        "extrapolated": "no measured run of this hardware is near",
+        "extrapolated": "no measured run is near",
     }
     label = str(prediction.label)
     return f"{found}; prediction {label}" + (f" ({meaning[label]})" if label in meaning else "")
