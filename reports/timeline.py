@@ -209,7 +209,7 @@ def drawn_step(step: SimulatedStep) -> Picture:
     title = f"{plan.network} on {plan.devices} × {plan.hardware}: {seconds_text(step.prediction.step_time_s)}"
     host_s = step.prediction.breakdown.get(HOST, 0.0)
     if host_s:  # devices wait for it, before, between or behind what is drawn
-        title += f", of which {seconds_text(host_s)} the host's"
+        title += f" (host {seconds_text(host_s)})"
     return step_picture(step.found, title=title)
 
 
