@@ -40,6 +40,28 @@ def make():
     return Mean(), (torch.zeros(2, 8),)
 """
 
+DISTINCT = """
+import random
+import torch
+from torch import nn
+
+
+class Distinct(nn.Module):
+    def __init__(self):
+        super().__init__()
+        widths = [random.Random(place).randint(4, 40) for place in range(10_001)]
+        widths[0] = 8
+        self.layers = nn.Sequential(*(nn.Linear(*pair) for pair in zip(widths, widths[1:])))
+
+    def forward(self, values):
+        return self.layers(values).mean()
+
+
+def make():
+    return Distinct(), (torch.zeros(2, 8),)
+"""
+AT_ONCE = 20
+
 
 def planned(network: str, options: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Plan in a process that may use no more processor time than is promised."""
@@ -88,3 +110,41 @@ def test_a_network_without_parameters_is_refused(tmp_path: Path) -> None:
     found = planned("py:parameterless:make", ("--devices", "8", "--global-batch", "8"), tmp_path)
     assert found.returncode == 2
     assert "none of them has a gradient: there is nothing to train" in found.stderr
+
+
+@pytest.mark.slow
+def test_ten_thousand_distinct_layers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "distinct.py").write_text(DISTINCT)
+    found = planned("py:distinct:make", ("--devices", "8", "--global-batch", "8"), tmp_path)
+    assert found.returncode == 2
+    assert "has 20,000 parameters in layers that do not repeat, and at most 10,000 are traced" in found.stderr
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < PROMISE_BYTES
+
+
+@pytest.mark.slow
+def test_many_plans_share_a_cache_and_an_output(tmp_path: Path) -> None:
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-m", "planner.cli", "plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "4"]
+    command += ["--out", str(out / "strategy.json")]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+
+    def plan() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    together = [plan() for _ in range(AT_ONCE)]
+    said = [process.communicate() for process in together]
+    assert [process.returncode for process in together] == [0] * AT_ONCE, said
+    assert [file.name for file in out.iterdir()] == ["strategy.json"]
+    strategy = (out / "strategy.json").read_bytes()
+    (graph,) = (cache / "meshwright").iterdir()
+    whole = graph.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"\0" * len(whole)):
+        graph.write_bytes(damaged)
+        process = plan()
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+        assert (out / "strategy.json").read_bytes() == strategy
+        assert graph.read_bytes() == whole

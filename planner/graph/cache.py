@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from functools import cache as remember
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,7 @@ from simulator.errors import InputError
 from simulator.whole_file import write_whole
 
 SWITCH = "MESHWRIGHT_CACHE"
-KEPT_FILES = 128
+KEPT_FILES = 512
 
 
 def folder() -> Path | None:
@@ -51,6 +52,8 @@ def load(key: str) -> OperatorGraph | None:
         graph = graph_from_json(json.loads((place / f"{key}.json").read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
+    with suppress(OSError):
+        os.utime(place / f"{key}.json")
     return graph
 
 
@@ -68,7 +71,7 @@ def store(key: str, graph: OperatorGraph) -> None:
 
 
 def _forget_oldest(place: Path) -> None:
-    """Keep the newest files: those of other versions of the code are never read again."""
+    """Keep the files used last: those of other versions of the code are never read again."""
     files = sorted(place.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[KEPT_FILES:]:
         file.unlink(missing_ok=True)

@@ -24,6 +24,8 @@ from simulator.errors import NetworkError
 from simulator.torch_versions import untried_torch, whole_silu_gradients, zeros_beside_source
 
 Module = TypeVar("Module", bound=nn.Module)
+MOST_PARAMETERS = 10_000
+"""About as many as are traced in ten minutes on one core: a layer takes torch some 50 ms."""
 MARKERS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
 """Primes to stand for the batch size: a dim that one of them divides is a batch dim."""
 
@@ -64,6 +66,7 @@ def trace(
     """
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         module = make()
+        _refuse_size(module, network)
         _normalise(module)
         notes = _without_running_statistics(module) + _without_stochastic_depth(module)
         marker = _choose_marker(module, inputs, network, markers)
@@ -108,6 +111,15 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+
+
+def _refuse_size(module: nn.Module, network: str) -> None:
+    count = sum(1 for _ in module.parameters())
+    if count > MOST_PARAMETERS:
+        raise NetworkError(
+            f"network {network!r} has {count:,} parameters in layers that do not repeat, and at most "
+            f"{MOST_PARAMETERS:,} are traced; put equal layers into one list of blocks, or stack their parameters"
+        )
 
 
 def _refuse_state(graph: fx.Graph, network: str) -> None:

@@ -59,13 +59,14 @@ def test_a_truncated_file_is_ignored(place: Path, full_graph: Full) -> None:
     assert cache.load("key") is None
 
 
-def test_only_the_newest_files_are_kept(place: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "KEPT_FILES", 2)
+def test_the_files_used_last_are_kept(place: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "KEPT_FILES", 3)
     for key in ("a", "b", "c"):
         cache.store(key, full_graph("mlp"))
         os.utime(place / f"{key}.json", (ord(key), ord(key)))
+    assert cache.load("a") is not None
     cache.store("d", full_graph("mlp"))
-    assert sorted(path.name for path in place.iterdir()) == ["c.json", "d.json"]
+    assert sorted(path.name for path in place.iterdir()) == ["a.json", "c.json", "d.json"]
 
 
 def test_off_means_no_file(place: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch) -> None:
