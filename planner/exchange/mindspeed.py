@@ -35,9 +35,9 @@ ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 
 def arguments(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
     """Flags of a configuration that MindSpeed can run, with their values."""
-    ours = dict.fromkeys(FLAGS, False)
     folded = config.schedule == "dualpipe_v"
-    found = megatron.arguments(replace(config, **ours, **({"vpp": 1} if folded else {})))
+    theirs: dict[str, Any] = {**dict.fromkeys(FLAGS, False), **({"vpp": 1} if folded else {})}
+    found = megatron.arguments(replace(config, **theirs))
     found.pop(megatron.KEYS["context_algorithm"], None)
     found |= {flag: () for name, flag in FLAGS.items() if getattr(config, name)}
     if (config.cp or 1) > 1:
@@ -65,7 +65,8 @@ def read(text: str, source: str) -> ReadConfig:
         A value is no number, or no layout.
     """
     found, options = megatron.read(text, source), read_script(text).options
-    config = replace(found.config, **{name: flag in options for name, flag in FLAGS.items()})
+    said: dict[str, Any] = {name: flag in options for name, flag in FLAGS.items()}
+    config = replace(found.config, **said)
     if (config.cp or 1) > 1:
         algorithm = " ".join(options.get(CONTEXT, ()))
         config = replace(config, context_algorithm="all_to_all" if algorithm.startswith("ulysses") else "ring")
