@@ -103,7 +103,7 @@ def certainty(plan: Plan, prediction: Prediction) -> str:
 
 def plain_text_table(head: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
     """Lay a table out as text; headings may have two lines, and texts go on below where 80 columns are full."""
-    rows = [tuple(row) for row in rows]
+    rows = list(rows)
     titles = [name.split("\n") for name, _ in head]
     depth = max(map(len, titles))
     lines = [[([""] * depth + title)[-depth:][line] for title in titles] for line in range(depth)]
@@ -121,7 +121,7 @@ def plain_text_table(head: Sequence[Column], rows: Iterable[Sequence[str]]) -> s
     )
 
 
-def _below(row: tuple[str, ...], text: int, width: int) -> Iterator[tuple[str, ...]]:
+def _below(row: Sequence[str], text: int, width: int) -> Iterator[tuple[str, ...]]:
     """The lines of a row whose text is wrapped."""
     for number, part in enumerate(textwrap.wrap(row[text], width) or [""]):
         yield tuple(part if i == text else "" if number else cell for i, cell in enumerate(row))
