@@ -213,7 +213,7 @@ def _check_data(found: Mapping[str, Any], mode: str | None, devices: int | None,
 def _check_fusion(found: Mapping[str, Any]) -> None:
     by_kind = found.get("comm_fusion", {}).get("allreduce")
     listed = found.get("all_reduce_fusion_config")
-    if by_kind is not None and listed is not None and by_kind != {"mode": "index", "config": listed}:
+    if by_kind is not None and listed is not None and by_kind != {"mode": "index", "config": tuple(listed)}:
         raise ContextError(
             f"all_reduce_fusion_config={list(listed)} and comm_fusion.allreduce={by_kind} both say how all-reduces are "
             f"fused; give one of them"

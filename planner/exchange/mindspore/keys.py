@@ -32,6 +32,11 @@ class Key:
     modes: tuple[str, ...] = PARALLEL_MODES
 
 
+def _listed(name: str, value: Any) -> list[int]:
+    """The list that was given: it is read back as one."""
+    return list(indices(name, value))
+
+
 KEYS: Mapping[str, Key] = {
     "device_num": Key(default=1, check=integer(1, 4096)),
     "global_rank": Key(default=0, check=integer(0, 4095)),
@@ -53,7 +58,7 @@ KEYS: Mapping[str, Key] = {
     "enable_parallel_optimizer": Key(default=False, check=boolean, modes=PARALLEL),
     "parallel_optimizer_config": Key(default={}, check=optimizer_config, modes=PARALLEL),
     "enable_alltoall": Key(default=False, check=boolean, modes=PARALLEL),
-    "all_reduce_fusion_config": Key(default=(), check=indices, modes=PARALLEL),
+    "all_reduce_fusion_config": Key(default=[], check=_listed, modes=PARALLEL),
     "comm_fusion": Key(default={}, check=comm_fusion, modes=PARALLEL),
     "pipeline_stages": Key(default=1, check=integer(1), modes=AUTO_MODES),
     "grad_accumulation_step": Key(default=1, check=integer(1), modes=AUTO_MODES),
