@@ -2,7 +2,7 @@
 
 >>> import meshwright as mw
 >>> result = mw.plan("zoo:mlp", hardware="dgx-a100", devices=8, global_batch=512)
->>> result.best.dp * result.best.tp
+>>> result.best.devices
 8
 >>> result.prediction.peak_memory_bytes < result.prediction.device_memory_bytes
 True

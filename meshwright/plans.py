@@ -312,7 +312,7 @@ class TrainingPlan(Actions):
     >>> import meshwright as mw
     >>> best = mw.plan("zoo:mlp", hardware="dgx-a100", devices=8, global_batch=512).best
     >>> best.devices, best.pp
-    (8, 1)
+    (8, 2)
     """
 
     plan: Plan

@@ -23,7 +23,7 @@ KEYS: Mapping[str, str] = {
     "nodes.links": "topology.levels.0.bandwidth_bytes_per_s",
 }
 """Short names of keys. ``nodes.devices`` and ``nodes.network``, the rate of a node's port, change several."""
-_QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?\d+)?) *([a-zA-Zµ]*?)(/s|ps)?", re.IGNORECASE)
+_QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?\d+)?) *([a-zA-Zµ]*?)(/s|(?<=b)ps)?", re.IGNORECASE)
 _SCALES: Mapping[str, float] = {
     "": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9,
     "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,

@@ -60,6 +60,8 @@ SIMULATED: Mapping[str, tuple[str, ...]] = {
 """Pins, and values of theirs, whose plans are simulated only."""
 BY_LAYER = ("stage_layers", "recompute_layers")
 """Pins that say layer by layer what the search says too: where stages are cut, and which layers compute again."""
+LEAVES_OUT = ("tensor_cut",)
+"""Pins that leave strategies out which the search may choose anyway: nothing is run that is not run without them."""
 MIXED = "mixed"
 """Units that compute again in one way, in another, and not at all, in turn."""
 SMALL_BUCKETS = "2048"
@@ -84,6 +86,8 @@ def factors() -> dict[str, tuple[str, ...]]:
         "bucket_bytes": ("", SMALL_BUCKETS),
     }
     for name in PIN_NAMES:
+        if name in LEAVES_OUT:
+            continue
         if name in WORDS:
             found[name] = tuple(word for word in WORDS[name] if word not in SIMULATED.get(name, ()))
         elif name in SIMULATED or name in BY_LAYER:
