@@ -93,7 +93,7 @@ def _facts(result: SearchResult, hardware: Hardware, strategy_file: str) -> Iter
     yield "fits", _fits_text(best.prediction)
     yield "certificate", _certificate_text(certificate, best.prediction)
     known = uncertainty_of(hardware, plan.software, language=plan.sequence_length is not None)
-    yield "prediction", f"{known.label} ({known.source}){difference_text(best.prediction)}"
+    yield "prediction", f"{best.prediction.label} ({known.source}){difference_text(best.prediction)}"
     yield (
         "search",
         (

@@ -13,6 +13,7 @@ import numpy as np
 
 from planner.cost.memory.doubt import probability_to_fit
 from planner.cost.software import uncertainty_of
+from planner.graph.experts import experts_of
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.planning.host_memory import host_memory_bytes
@@ -258,7 +259,8 @@ def simulate_plan(
         at_peak, peak = held.fullest.by_kind(), held.stages.index(held.fullest)
     by_kind = {kind: int(size) for kind, size in at_peak.items()}
     needed, limit = sum(by_kind.values()), int(hardware.device_memory_bytes)
-    uncertainty = uncertainty_of(hardware, plan.software, language=plan.sequence_length is not None)
+    language, experts = plan.sequence_length is not None, experts_of(graph) > 0
+    uncertainty = uncertainty_of(hardware, plan.software, language=language, experts=experts)
     parts = breakdown(lowered, result)
     fixed_s = step_overhead_s(plan, hardware)
     step = result.step_time_s + fixed_s

@@ -394,3 +394,6 @@ def test_the_interval_of_named_software_is_that_of_its_published_runs() -> None:
     assert usual.label == DGX.uncertainty.label
     guessed = replace(DGX, uncertainty=replace(DGX.uncertainty, label="extrapolated", low=0.9, high=9.0))
     assert uncertainty_of(guessed, "megatron", language=True) == guessed.uncertainty
+    rare, own = uncertainty_of(DGX, "megatron", language=True, experts=True), DGX.uncertainty
+    assert (rare.low, rare.label) == (max(own.low, 1 - known.low), own.label)
+    assert rare.high == max(own.high, known.high - 1)
