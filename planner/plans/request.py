@@ -231,11 +231,15 @@ def read_order(text: str) -> tuple[str, ...]:
 
 
 def read_stage_layers(text: str) -> tuple[int, ...]:
-    """Read how many layers every chunk has, ``8-8-7-7``; InputError where a part is no positive number."""
+    """Read how many layers every chunk has, ``8-8-7-7``; InputError where a part is no number, or 0 inside.
+
+    The first chunk may have the embedding alone, and the last the head.
+    """
     parts = text.split("-")
-    if not all(part.isdecimal() and part.isascii() and len(part) < 7 and int(part) for part in parts):
+    numbers = all(part.isdecimal() and part.isascii() and len(part) < 7 for part in parts)
+    if not numbers or not all(map(int, parts[1:-1])) or not any(map(int, parts)):
         raise InputError(
-            f"pin stage_layers={text}: write how many layers every chunk of the pipeline has, each at least 1, for "
+            f"pin stage_layers={text}: write how many layers every chunk of the pipeline has, 0 in the first and last alone, for "
             "example --pin stage_layers=8-8-7-7"
         )
     return tuple(int(part) for part in parts)

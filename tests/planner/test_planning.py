@@ -124,6 +124,17 @@ def costs_of(pins: Mapping[str, str]) -> dict[str, float]:
     return {pin: seconds for pin, seconds, _ in found.pin_costs}
 
 
+def test_the_first_chunk_may_have_the_embedding_alone_and_the_last_the_head() -> None:
+    request = replace(TINY, top=1, devices=4, pins={"tp": "1", "pp": "4", "stage_layers": "0-2-2-0"}, sensitivity=False)
+    chunks = planned(request).candidates[0].plan.chunks
+    assert [chunk.first for chunk in chunks] == ["token_embedding", "blocks.0", "blocks.2", "norm"]
+    for wrong in ("2-0-2", "0-0", "a-2"):
+        with pytest.raises(InputError, match="0 in the first and last alone"):
+            planned(replace(request, pins={"stage_layers": wrong}))
+    with pytest.raises(InputError, match="at least one layer"):
+        planned(replace(request, network="zoo:mlp", devices=2, pins={"tp": "1", "stage_layers": "0-3"}))
+
+
 def test_of_every_pin_it_is_said_what_it_costs() -> None:
     ones = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "copies", "bucket_mb", "sharding_threshold_kb"), "1")
     told_apart = (
