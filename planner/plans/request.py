@@ -239,8 +239,8 @@ def read_stage_layers(text: str) -> tuple[int, ...]:
     numbers = all(part.isdecimal() and part.isascii() and len(part) < 7 for part in parts)
     if not numbers or not all(map(int, parts[1:-1])) or not any(map(int, parts)):
         raise InputError(
-            f"pin stage_layers={text}: write how many layers every chunk of the pipeline has, 0 in the first and last alone, for "
-            "example --pin stage_layers=8-8-7-7"
+            f"pin stage_layers={text}: write how many layers every chunk of the pipeline has, 0 in the first and last "
+            "alone, for example --pin stage_layers=8-8-7-7"
         )
     return tuple(int(part) for part in parts)
 

@@ -120,8 +120,8 @@ def of_layers(names: Sequence[str], stage_layers: Sequence[int] | None, again: i
         )
     if (not layers[0] and not front) or (not layers[-1] and last == len(names)):
         raise InputError(
-            f"pin stage_layers={'-'.join(map(str, layers))}: a chunk of 0 layers has the embedding or the head, and the "
-            "network has none there; give every chunk at least one layer"
+            f"pin stage_layers={'-'.join(map(str, layers))}: a chunk of 0 layers has the embedding or the head, and "
+            "the network has none there; give every chunk at least one layer"
         )
     ends = [front + end for end in accumulate(layers)]
     modes = [0] * len(names) if again else []
