@@ -159,7 +159,7 @@ def test_validate_shows_both_predictors_on_the_same_rows(tmp_path: Path) -> None
     [
         ({"pp": "4", "stage_layers": "2-2-2"}, "3 numbers of layers"),
         ({"pp": "2", "vpp": "2", "stage_layers": "3-3"}, "2 numbers of layers"),
-        ({"stage_layers": "3-0"}, "each at least 1"),
+        ({"stage_layers": "3-0-3"}, "0 in the first and last alone"),
         ({"recompute": "full", "recompute_layers": "1"}, "leave one of them out"),
     ],
 )
