@@ -31,7 +31,7 @@ def shipped_text(name: str) -> bytes:
     Raises
     ------
     ProfileError
-        There is none of this name; names those of the device or with a similar name.
+        No profile has this name; the message suggests those of the device, or similar names.
     """
     names = shipped_names()
     if name not in names:

@@ -26,6 +26,7 @@ from planner.cost.stacks import USUAL_STACKS, Stack, factors_of, family_of
 from planner.graph.attention import FUSED, WRITTEN_OUT, check_attention
 from planner.graph.norms import FUSED as FUSED_NORMS
 from planner.graph.norms import check_norms
+from planner.plans.capability import NAME_ENDS
 from planner.plans.exchange import Exchange
 from simulator.errors import InputError
 from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
@@ -50,13 +51,11 @@ _FIXED = {STEP: "step_overhead_s", MICRO_BATCH: "micro_batch_overhead_s"}
 
 SOFTWARE: Mapping[str, Software] = shipped_stacks().software
 """Software by name, as ``hw_profiles/software/stacks.yaml`` has it."""
-NAME_ENDS = ":"
-"""Between the name of software and its settings."""
 SETTINGS = (
     "overlaps", "gradient_dtype", "whole_sums", "single_gathers", "deterministic", "fused_sums",
     *MemoryHabits.model_fields,
 )  # fmt: skip
-"""What may be said of software behind its name."""
+"""Settings that may follow the name of software."""
 
 
 def usual_software(hardware: Hardware, family: NetworkFamily, *, sharded: bool = False) -> str:
@@ -119,7 +118,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def with_settings(name: str, wanted: Mapping[str, object]) -> str:
-    """The name of software with those of the wanted settings that it does not have anyway."""
+    """Return the name followed by the wanted settings that differ from the software's own."""
     known = software_named(name)
     has = known.model_dump() | known.memory.model_dump()
     differs = sorted(key for key, value in wanted.items() if has[key] != value)
@@ -132,11 +131,11 @@ def _text(value: object) -> str:
 
 
 def uncertainty_of(hardware: Hardware, software: str, *, language: bool, experts: bool = False) -> Uncertainty:
-    """How far predictions of a step are off: of the named software on such devices, else of the profile.
+    """Return how far predicted steps may be off: for the named software on such devices, else for the profile.
 
-    Published runs of the software on devices of the family say so. Most of them are of dense networks: for one with
-    ``experts`` the interval is the wider of both. So it is of a profile whose devices nobody measured, which stays
-    ``extrapolated``.
+    The interval comes from published runs of the software on that family of devices. Most of those runs trained dense
+    networks, so a network with ``experts`` takes the wider interval of software and profile. So does a profile whose
+    device nobody measured; it stays ``extrapolated``.
     """
     own = hardware.uncertainty
     if not check_software(software):

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, unnamed_stages
 from planner.exchange.keyed import Document, nested
 from planner.exchange.training_config import TrainingConfig, layers_of_parts, module_parts
 
@@ -207,13 +207,7 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             rule=f"the schedule {config.schedule} does not go with so many parts a rank",
             remedy="give every rank two parts with a looped schedule, and one with another",
         )
-    if (config.pp or 1) > 1 and config.layers is not None and not config.num_layers:
-        yield Violation(
-            key=PARTS,
-            value="",
-            rule="stages are named by their layers, and the network is no row of layers",
-            remedy="plan with --pin pp=1",
-        )
+    yield from unnamed_stages(config, PARTS)
     if config.tensor_overlap and not config.sequence_parallel:
         yield Violation(
             key=KEYS["tensor_overlap"],

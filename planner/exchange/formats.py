@@ -148,6 +148,17 @@ def _everywhere(config: TrainingConfig, keys: Mapping[str, str]) -> Iterator[Vio
         )
 
 
+def unnamed_stages(config: TrainingConfig, key: str) -> Iterator[Violation]:
+    """The rule of formats that name the first layer of each stage: the network has numbered layers."""
+    if (config.pp or 1) > 1 and config.layers is not None and not config.num_layers:
+        yield Violation(
+            key=key,
+            value="",
+            rule="stages are named by their layers, and the network is no row of layers",
+            remedy="plan with --pin pp=1",
+        )
+
+
 def _table(config: TrainingConfig, table: Capability, keys: Mapping[str, str]) -> Iterator[Violation]:
     """What the framework's table leaves out, one field at a time."""
     for rounding in roundings(config, table):

@@ -17,7 +17,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written, unnamed_stages
 from planner.exchange.shell import read_script
 from planner.exchange.training_config import TrainingConfig, layers_of_parts, module_parts
 from simulator.errors import InputError
@@ -380,13 +380,7 @@ def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
             rule=f"{SCHEDULES[str(config.schedule)]} needs two chunks a rank",
             remedy="give every rank two parts",
         )
-    if (config.pp or 1) > 1 and config.layers is not None and not config.num_layers:
-        yield Violation(
-            key=KEYS["layers"],
-            value="",
-            rule="stages are named by their layers, and the network is no row of layers",
-            remedy="plan with --pin pp=1",
-        )
+    yield from unnamed_stages(config, KEYS["layers"])
     if config.schedule == "interleaved_1f1b" and (config.micro_batches or 0) % (config.pp or 1):
         yield Violation(
             key=KEYS["micro_batch"],

@@ -44,7 +44,7 @@ _PADDED = "aten.constant_pad_nd.default"
 _RUN = (Role.OPERATOR, Role.GRADIENT_SUM)
 """What a step runs; all else is there before."""
 LOSSES = ("aten._log_softmax.default", "aten._log_softmax_backward_data.default")
-"""What software runs as casts, maxima, exponents and sums, each of which passes over the logits."""
+"""Losses, which software runs as casts, maxima, exponentials and sums; each of these passes over the logits."""
 _HALF, _WHOLE = 2.0, 4.0
 """Bytes of numbers of 16 and of 32 bits."""
 _NORM_BYTES, _NORM_BACKWARD_BYTES = 36.0, 72.0
@@ -104,7 +104,7 @@ def with_fusion(graph: OperatorGraph, kind: str, *, joined: bool = False) -> Ope
 
 
 def _wide_norms(graph: OperatorGraph) -> dict[int, tuple[float, ...]]:
-    """What single operators of root-mean-square norms move beside what they do in 16 bits, as shares of that.
+    """Return what single operators of root-mean-square norms move, as shares of their traffic in 16 bits.
 
     Networks compute these norms in float32 and cast around them (``LlamaRMSNorm`` of transformers).
     """
@@ -298,7 +298,7 @@ class _Fusion:
         return bool(outside) or not readers or tensor == self.graph.loss
 
     def _routed(self, found: dict[int, tuple[float, ...]]) -> None:
-        """Leave out what a library has no kernels for in routing.
+        """Drop the traffic of routing operators that a library does not run.
 
         Its router makes maps of a byte for each token and expert, and no numbers of places
         (``fused_topk_with_score_function`` of Transformer Engine). Experts weigh what their activation function returns
@@ -328,7 +328,7 @@ class _Fusion:
         return source in left_out and self.graph.nodes[source].op != _PADDED
 
     def _weighed(self, index: int) -> int | None:
-        """The operator that alone reads what a gather returns backward, for the gradient of weights of its rows."""
+        """Return the one backward operator that reads a gather's result, to get the gradient of its rows' weights."""
         readers = self.readers.get(TensorRef(index), frozenset())
         behind = [user for user in readers if self.graph.nodes[user].phase is Phase.BACKWARD]
         ahead = [user for user in readers if self.graph.nodes[user].phase is Phase.FORWARD]

@@ -100,7 +100,7 @@ def why_not(
     Parameters
     ----------
     request
-        What the plan was searched for, whose own pins stay; without it, what the plan itself says.
+        The request that the plan answers; its pins stay. Without it, the request is read off the plan.
     graph
         The network, captured already.
     changes

@@ -23,7 +23,7 @@ SURE = 3
 
 
 def least_objective_s(scored: Iterable[Scored]) -> float:
-    """The least closed form of plans that fit in simulation, infinite where there is none."""
+    """Return the shortest closed-form step of the plans that fit in simulation; infinite if none fits."""
     return min((one.placed.objective_s for one in scored), default=inf)
 
 

@@ -104,7 +104,7 @@ def check_products(hardware: Hardware, dtype: str) -> None:
 
 
 def hardware_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
-    """What a user must know: products in `dtype` are timed as wider ones, devices have an order of their own."""
+    """Return the notes for a user: products in `dtype` timed as wider ones, and the order of the devices."""
     used, order = hardware.peak_dtype(dtype), tuple(row.source for row in hardware.rows if row.field == ORDER)
     if used == dtype:
         return order

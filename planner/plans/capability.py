@@ -47,6 +47,10 @@ class Capability(BaseModel):
         return self.optimizer_sharding if pipeline == 1 else self.optimizer_sharding_with_pipeline
 
 
+NAME_ENDS = ":"
+"""Separates the name of software from its settings."""
+
+
 @lru_cache(maxsize=1)
 def capabilities() -> Mapping[str, Capability]:
     """The tables by name.
@@ -64,5 +68,5 @@ def capability_of(software: str) -> Capability | None:
     >>> capability_of("nemo").framework, capability_of("jax")
     ('Megatron-Bridge', None)
     """
-    name = software.partition(":")[0]
+    name = software.partition(NAME_ENDS)[0]
     return next((table for table in capabilities().values() if name in table.software), None)

@@ -290,7 +290,7 @@ def _messages(setup: TrainingSetup, sharding: OptimizerSharding) -> dict[str, st
 
 
 def _recompute(run: TrainingRun, notes: list[str]) -> dict[str, str]:
-    """What layers compute again; no software computes the embedding or the head again."""
+    """Pin recomputation to the layers: no software recomputes the embedding or the head."""
     setup, network = run.setup, run.network
     if setup.every_second_product:
         notes.append("checkpoints of every second product planned as selective recomputation")
@@ -372,7 +372,7 @@ def _rotary(network: TransformerShape, vocabulary: int, notes: list[str]) -> dic
 
 
 def _window(network: TransformerShape) -> dict[str, object]:
-    """What a config of Mistral has beside one of Llama."""
+    """Return the keys that turn a config of Llama into one of Mistral."""
     window = network.attention_window
     return {"model_type": "mistral", "sliding_window": window} if 0 < window < network.sequence_length else {}
 

@@ -143,9 +143,9 @@ class _Joined:
 def matrix_hardware(content: bytes, file: str, profile: str, load: Callable[[str], Hardware]) -> Hardware:
     """Hardware of machines that are joined inside as the matrix in `content` says.
 
-    What joins the machines, and the device itself, are those of the profile. NVLinks of a GPU are as fast in all as the
-    profile's, times the share of the chip's NVLinks that the matrix shows; those of a profile of PCIe cards have the
-    chip's rate, of which as much is reached as on `REFERENCE`. Sums inside a switch are left out where there is none.
+    The device and the network between machines come from the profile. The NVLinks of a GPU have the profile's rate,
+    times the share of the chip's NVLinks that the matrix shows. For a profile of PCIe cards they have the chip's rate,
+    and reach the same part of it as on `REFERENCE`. Machines without a switch have no sums in it.
 
     Raises
     ------
@@ -267,7 +267,7 @@ def _node(matrix: NvidiaMatrix, hardware: Hardware, file: str) -> _Joined:
 
 
 def _cards(hardware: Hardware, file: str) -> str:
-    """What to do where the speed of PCIe is missing."""
+    """Return the remedy for a missing PCIe speed."""
     chip = next((name for name in PCIE_PROFILES if re.search(rf"\b{name}\b", hardware.device_name)), None)
     if chip is None:
         return "write a profile of such a node with `meshwright profiles new`"

@@ -41,7 +41,7 @@ class RankTable:
     Attributes
     ----------
     chip
-        what the table says of the chip or of the type of its servers, empty where it says nothing.
+        the chip or the type of server that the table names; empty if it names none.
     super_pods
         servers of each supernode; empty where the table has none.
     """

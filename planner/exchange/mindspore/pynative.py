@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, unnamed_stages
 from planner.exchange.keyed import Document, nested
 from planner.exchange.training_config import TrainingConfig, even_layers
 from planner.networks.mindformers_config import transformers_config
@@ -226,13 +226,7 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             rule=f"the schedule {config.schedule} does not go with so many chunks",
             remedy="use interleaved_1f1b with two chunks or more, and another with one",
         )
-    if (config.pp or 1) > 1 and config.layers is not None and not config.num_layers:
-        yield Violation(
-            key=LAYERS,
-            value="",
-            rule="stages are named by their layers, and the network is no row of layers",
-            remedy="plan with --pin pp=1",
-        )
+    yield from unnamed_stages(config, LAYERS)
 
 
 def recognises(name: str, text: str) -> bool:

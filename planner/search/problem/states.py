@@ -258,7 +258,7 @@ class StatesOnMesh:
         return keep
 
     def _cut(self, tensors: Sequence[Port], choices: int) -> NDArray[np.bool_]:
-        """Choices in which tensor ranks have of experts and of other matrices what the setting says."""
+        """Choices that cut experts and other matrices over tensor ranks as the setting says."""
         keep = np.ones(choices, dtype=np.bool_)
         for tensor, reads, placed in tensors:
             if self._of_experts(self.graph.spec(tensor)):
@@ -295,16 +295,16 @@ class StatesOnMesh:
 
     @cached_property
     def _factors(self) -> frozenset[int]:
-        """Nodes of the matrices of products and of the parameters they are, but those of routers: one row an expert."""
+        """Matrices of products and the parameters behind them, as nodes; but routers, which have a row an expert."""
         found: set[int] = set()
         for matrix in self._matrices:
-            node = matrix.node
-            while not self._experts & set(self.graph.spec(matrix).shape):
-                found.add(node)
-                refs = self.graph.nodes[node].tensor_inputs
-                if self.graph.nodes[node].role is Role.PARAMETER or not refs:
-                    break
-                node = refs[0].node
+            if self._experts & set(self.graph.spec(matrix).shape):
+                continue
+            found.add(matrix.node)
+            refs = self.graph.nodes[matrix.node].tensor_inputs
+            while refs:
+                found.add(refs[0].node)
+                refs = self.graph.nodes[refs[0].node].tensor_inputs
         return frozenset(found)
 
     def _divides(
