@@ -14,8 +14,9 @@ from planner.lowering.checked import captured
 from planner.planning import summary
 from planner.planning.comparing import STEP, Compared, why_not
 from planner.planning.documents import prediction_document
+from planner.planning.mixed_cluster import plan_on_cluster
 from planner.planning.one_stage import Candidate
-from planner.planning.planning import capture_for, plan_network, with_usual_software
+from planner.planning.planning import capture_for, with_usual_software
 from planner.planning.simulating import SimulatedStep, simulated_step
 from planner.plans.plan import Plan
 from planner.plans.request import PlanRequest
@@ -672,7 +673,9 @@ def plan(
         )
     )
     graph = capture_for(asked)
-    found = plan_network(asked, graph=graph)
+    found, answered = plan_on_cluster(asked, graph=graph)
+    if answered is not asked:
+        asked, graph = answered, capture_for(answered)
     if not found.candidates:
         raise InfeasibleError(found.infeasible)
     return PlanResult(

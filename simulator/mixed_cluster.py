@@ -40,11 +40,14 @@ class MixedCluster:
     ----------
     nodes
         the profile of each node (of each supernode, where that is what the fabric joins).
+    profiles
+        name or path of each node's profile, as `simulator.profiles.load_profile` takes it; empty where unknown.
     """
 
     name: str
     nodes: tuple[Hardware, ...]
     fabric: FabricSpec
+    profiles: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -99,7 +102,9 @@ def parse_cluster(content: bytes, file: str, load: Callable[[str], Hardware]) ->
             f"cluster {file} holds a value that is no text, number, list or mapping ({error}); {CLUSTER.remedy}"
         ) from None
     folder = Path(file).expanduser().parent
-    nodes = tuple(hardware for entry in part.nodes for hardware in [_member(entry.profile, folder, load)] * entry.count)
+    profiles = tuple(_place(entry.profile, folder) for entry in part.nodes for _ in range(entry.count))
+    read = {profile: _member(profile, load) for profile in dict.fromkeys(profiles)}
+    nodes = tuple(read[profile] for profile in profiles)
     fabric = part.fabric
     latency = fabric.latency_s
     if latency is None:
@@ -107,6 +112,7 @@ def parse_cluster(content: bytes, file: str, load: Callable[[str], Hardware]) ->
     cluster = MixedCluster(
         name=part.name,
         nodes=nodes,
+        profiles=profiles,
         fabric=FabricSpec(
             kind=fabric.kind,
             latency_s=latency,
@@ -119,11 +125,13 @@ def parse_cluster(content: bytes, file: str, load: Callable[[str], Hardware]) ->
     return cluster
 
 
-def _member(profile: str, folder: Path, load: Callable[[str], Hardware]) -> Hardware:
-    if not is_profile_path(profile):
-        return load(profile)
-    path = folder / Path(profile).expanduser()
-    return parse_profile(PROFILE.read(path), str(path))
+def _place(profile: str, folder: Path) -> str:
+    """A profile by name, or by path from where the program runs."""
+    return str(folder / Path(profile).expanduser()) if is_profile_path(profile) else profile
+
+
+def _member(profile: str, load: Callable[[str], Hardware]) -> Hardware:
+    return parse_profile(PROFILE.read(profile), profile) if is_profile_path(profile) else load(profile)
 
 
 def pacing_hardware(cluster: MixedCluster) -> Hardware:
@@ -134,7 +142,7 @@ def pacing_hardware(cluster: MixedCluster) -> Hardware:
     """
     types = list(dict.fromkeys(cluster.nodes))
     links = slowest_links(cluster, range(len(cluster.nodes)))
-    slowest = min(types, key=_matrix_rate)
+    slowest = min(types, key=matrix_rate)
     numbers = repr((cluster.fabric, [hardware.hash for hardware in cluster.nodes]))
     return replace(
         with_links(slowest, links),
@@ -163,7 +171,8 @@ def with_links(hardware: Hardware, links: Hardware) -> Hardware:
     )
 
 
-def _matrix_rate(hardware: Hardware) -> float:
+def matrix_rate(hardware: Hardware) -> float:
+    """FLOP/s that matrix products reach on a device in its usual precision."""
     return hardware.peak(hardware.default_precision) * hardware.kernels[Kernel.MATMUL].compute_efficiency
 
 

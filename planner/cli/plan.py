@@ -163,7 +163,7 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, given: P
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         patience = Patience(say=lambda: terminal.note(WAITING))
         with patience.listening():
-            result = _stored(request, found.stored) if found.stored else _planned(request, patience)
+            result, request = (_stored(request, found.stored), request) if found.stored else _planned(request, patience)
     if not asked.software:
         result = replace(result, messages=(*result.messages, software_note(request.software)))
     if given.debug and result.timings:
@@ -171,12 +171,12 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, given: P
     _finish(terminal, request, result, path, several=settings.top is not None, verbose=given.verbose)
 
 
-def _planned(request: PlanRequest, patience: Patience) -> SearchResult:
-    """Plans that are searched for on all cores that this process may use."""
-    from planner.planning.planning import plan_network
+def _planned(request: PlanRequest, patience: Patience) -> tuple[SearchResult, PlanRequest]:
+    """Plans that are searched for on all cores that this process may use, and the request that they answer."""
+    from planner.planning.mixed_cluster import plan_on_cluster
     from simulator.calibration.process import available_cores
 
-    return plan_network(request, patience=patience, cores=available_cores())
+    return plan_on_cluster(request, patience=patience, cores=available_cores())
 
 
 def _stored(request: PlanRequest, source: str) -> SearchResult:

@@ -265,7 +265,11 @@ def simulate_plan(
     fixed_s = step_overhead_s(plan, hardware)
     step = result.step_time_s + fixed_s
     samples = plan.global_batch / step
-    peak_flops = hardware.peak(computed_dtype(graph)) * plan.devices
+    dtype = computed_dtype(graph)
+    if cluster is None:
+        peak_flops = hardware.peak(dtype) * plan.devices
+    else:
+        peak_flops = sum(cluster.nodes[cluster.node_of(device)].peak(dtype) for device in range(plan.devices))
     prediction = Prediction(
         step_time_s=step,
         interval_s=(step * (1 - uncertainty.low), step * (1 + uncertainty.high)),

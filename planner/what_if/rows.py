@@ -64,10 +64,10 @@ def plan_point(request: PlanRequest, shared: SharedTables) -> WhatIfRow:
     RuntimeError
         A defect; the message names the point.
     """
-    from planner.planning.planning import plan_network
+    from planner.planning.mixed_cluster import plan_on_cluster
 
     try:
-        result = plan_network(request, shared=shared)
+        result, _ = plan_on_cluster(request, shared=shared)
         if result.interrupted:  # the best so far ends the search of one plan; here it is the sweep that is to end
             raise KeyboardInterrupt
         return row_of(request, result)

@@ -84,6 +84,18 @@ FREE = UnitPins()
 """Nothing is fixed."""
 
 
+def layers_of(names: Sequence[str]) -> range:
+    """Places of the layers among units: the list of modules that has most of them, all units where there is none.
+
+    >>> layers_of(["embedding", "blocks.0", "blocks.1", "norm"])
+    range(1, 3)
+    """
+    lists = Counter(found[1] for name in names if (found := _NUMBERED.match(name)))
+    most = max(lists, key=lists.__getitem__, default="")
+    members = [place for place, name in enumerate(names) if (found := _NUMBERED.match(name)) and found[1] == most]
+    return range(members[0], members[-1] + 1) if members else range(len(names))
+
+
 def of_layers(names: Sequence[str], stage_layers: Sequence[int] | None, again: int, virtual: int) -> UnitPins:
     """Stages of the given layers, and the layers that compute again.
 
@@ -107,10 +119,8 @@ def of_layers(names: Sequence[str], stage_layers: Sequence[int] | None, again: i
     InputError
         The chunks have more layers than the network.
     """
-    lists = Counter(found[1] for name in names if (found := _NUMBERED.match(name)))
-    most = max(lists, key=lists.__getitem__, default="")
-    members = [place for place, name in enumerate(names) if (found := _NUMBERED.match(name)) and found[1] == most]
-    first, last = (members[0], members[-1] + 1) if members else (0, len(names))
+    found = layers_of(names)
+    first, last = found.start, found.stop
     layers = tuple(stage_layers) if stage_layers is not None else (last - first,)
     front = last - sum(layers)
     if front < 0:
