@@ -9,9 +9,10 @@ from math import gcd
 from planner.cost.software import cluster_as_run
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.checked import checked_graph
+from planner.planning import planning
 from planner.planning.mixed_pipeline import nodes_of_ranks
 from planner.planning.one_stage import Candidate
-from planner.planning.planning import SearchResult, capture_for, plan_network, with_usual_software
+from planner.planning.planning import SearchResult, capture_for, with_usual_software
 from planner.planning.prediction import SimulatedPlan, simulate_plan
 from planner.planning.shared_tables import SharedTables
 from planner.plans.plan import Plan, Status
@@ -63,7 +64,7 @@ def plan_on_cluster(
     tuple of SearchResult and PlanRequest
         The plans, and the request that they answer: that of one type alone where it is faster than all.
     """
-    whole = plan_network(request, graph=graph, shared=shared, patience=patience, cores=cores)
+    whole = planning.plan_network(request, graph=graph, shared=shared, patience=patience, cores=cores)
     cluster = cluster_at(request.hardware)
     parts = _parts(cluster, request.devices) if cluster is not None else {}
     if cluster is None or len(parts) < 2 or whole.interrupted:
@@ -137,7 +138,7 @@ def _uneven(
         pins = {**request.pins, "pp": str(stages), "stage_layers": "-".join(map(str, divided))}
         asked = replace(request, pins=pins)
         try:
-            found = plan_network(asked, shared=tables, patience=patience, changes=False)
+            found = planning.plan_network(asked, shared=tables, patience=patience, changes=False)
         except InputError:
             return  # what is asked for has no such pipeline
         if not found.candidates:
@@ -186,7 +187,7 @@ def _alone(request: PlanRequest, profile: str, count: int, patience: Patience | 
     asked = replace(request, hardware=profile, devices=count, software=software, any_plan=False)
     try:
         asked = with_usual_software(asked)
-        found = plan_network(asked, patience=patience, changes=False)
+        found = planning.plan_network(asked, patience=patience, changes=False)
     except InputError:
         return  # the batch or a pin does not divide by so few
     yield _Answer(result=found, request=asked, words=f"{count} × {profile} alone")

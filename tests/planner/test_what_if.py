@@ -21,7 +21,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
     """Plan without searching: no plan for 8 devices, a refusal for 32 V100."""
     made: list[PlanRequest] = []
 
-    def plan_network(request: PlanRequest, *, shared: object) -> SearchResult:
+    def plan_network(request: PlanRequest, *, shared: object, **_: object) -> SearchResult:
         made.append(request)
         if request.devices == 8:
             return infeasible_result()
@@ -80,7 +80,7 @@ def test_documents_have_the_promised_keys(requests: list[PlanRequest]) -> None:
 
 
 def test_what_is_wrong_for_every_row_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(request: PlanRequest, *, shared: object) -> SearchResult:
+    def refuse(request: PlanRequest, *, shared: object, **_: object) -> SearchResult:
         raise InputError("a wrong batch")
 
     monkeypatch.setattr(planner.planning.planning, "plan_network", refuse)
@@ -90,7 +90,7 @@ def test_what_is_wrong_for_every_row_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_not_supported_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(request: PlanRequest, *, shared: object) -> SearchResult:
+    def refuse(request: PlanRequest, *, shared: object, **_: object) -> SearchResult:
         raise UnsupportedError("pp is not supported yet")
 
     monkeypatch.setattr(planner.planning.planning, "plan_network", refuse)

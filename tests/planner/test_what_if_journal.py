@@ -44,7 +44,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
     """Plan without searching; gives what was planned. 64 H100 are refused."""
     made: list[PlanRequest] = []
 
-    def plan_network(request: PlanRequest, *, shared: object) -> SearchResult:
+    def plan_network(request: PlanRequest, *, shared: object, **_: object) -> SearchResult:
         made.append(request)
         if request.devices == 64 and request.hardware == "dgx-h100":
             raise ProfileError("64 devices do not fit")
@@ -71,7 +71,7 @@ def test_an_interrupted_search_ends_the_sweep_and_keeps_no_point(
     monkeypatch.setattr(
         planning,
         "plan_network",
-        lambda request, *, shared: replace(result_of(request), interrupted=True),
+        lambda request, **_: replace(result_of(request), interrupted=True),
     )
     with pytest.raises(KeyboardInterrupt):
         run(prepare(OPTIONS, journal=journal))
