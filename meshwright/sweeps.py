@@ -47,7 +47,7 @@ class WhatIfResult:
         return [row_document(row) for row in self.found]
 
     def plan(self, hardware: str, devices: int) -> TrainingPlan:
-        """Return the best plan of one point.
+        """Return the best plan of one point; settings stand behind the profile: ``"dgx-h100, network=400Gb"``.
 
         Raises
         ------
@@ -55,9 +55,12 @@ class WhatIfResult:
             There is no such point, or no plan fits there.
         """
         for row in self.found:
-            if (row.hardware, row.devices) == (hardware, devices) and row.best is not None:
+            named = hardware in (row.hardware, row.label) and row.devices == devices
+            if named and row.best is not None:
                 best = row.best
-                return TrainingPlan(plan=best.plan, hardware=load_profile(hardware), predicted=best.prediction)
+                return TrainingPlan(
+                    plan=best.plan, hardware=load_profile(best.plan.hardware), predicted=best.prediction
+                )
         raise KeyError((hardware, devices))
 
     def save(self, path: str | PathLike[str]) -> Path:
@@ -78,7 +81,7 @@ class WhatIfResult:
         columns = summary.columns(first.prediction) if first is not None else (("plan", False),)
         rows = []
         for row in self.found:
-            start = (row.hardware, str(row.devices))
+            start = (row.label, str(row.devices))
             if row.best is None:
                 rows.append((*start, "", f"no plan: {row.reason}", *[""] * (len(columns) - 1)))
             else:
@@ -101,6 +104,7 @@ def what_if(
     attention: str | None = None,
     norms: str | None = None,
     memory_headroom: float = 0.0,
+    settings: Mapping[str, Sequence[object]] | None = None,
     jobs: int = 1,
     cluster: str | None = None,
     pins: Mapping[str, PinValue] | None = None,
@@ -118,6 +122,9 @@ def what_if(
         Device counts.
     global_batch, batch_per_device
         Samples of a step at every count, or for each device; at most one of them.
+    settings
+        Further axes with their values, all combined: options of the request (``batch``, ``seq_len``, ``precision`` …),
+        pins (``tp`` …), or numbers of the profile as ``meshwright profiles new --set`` takes them (``network`` …).
     jobs
         Local processes that plan side by side.
     cluster
@@ -135,6 +142,9 @@ def what_if(
     >>> import meshwright as mw
     >>> mw.what_if("zoo:mlp", hardware="dgx-a100", devices=[1, 8]).plan("dgx-a100", 1).dp
     1
+    >>> sweep = mw.what_if("zoo:mlp", "dgx-a100", [16], global_batch=512, settings={"network": ["100Gb", "400Gb"]})
+    >>> [row["settings"] for row in sweep.rows()]
+    [{'network': '100Gb'}, {'network': '400Gb'}]
     """
     from planner.networks.given import source_of
 
@@ -154,6 +164,7 @@ def what_if(
         attention=attention or "",
         norms=norms or "",
         memory_headroom=memory_headroom,
+        settings=tuple((key, tuple(map(str, values))) for key, values in (settings or {}).items()),
     )
     return WhatIfResult(
         network=options.network, batch_rule=batch_rule(options)[0], found=swept(options, jobs=jobs, cluster=cluster)

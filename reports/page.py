@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -191,9 +193,7 @@ def log_axis(values: Sequence[float], text: Callable[[float], str]) -> dict[str,
 
 
 def chart(figure: go.Figure, *, identity: str, title: str, caption: str, height: int = 330) -> Html:
-    """An interactive picture; the page must hold the script once."""
-    import plotly.io
-
+    """An interactive picture, which the page draws when it is open."""
     figure.update_layout(
         height=height,
         margin={"l": 60, "r": 16, "t": 34, "b": 46},
@@ -205,12 +205,10 @@ def chart(figure: go.Figure, *, identity: str, title: str, caption: str, height:
     )
     figure.update_xaxes(gridcolor="#dfe3ea", zeroline=False, automargin=True)
     figure.update_yaxes(gridcolor="#dfe3ea", zeroline=False, automargin=True)
-    markup = plotly.io.to_html(
-        figure,
-        include_plotlyjs=False,
-        full_html=False,
-        div_id=identity,
-        config={"displaylogo": False, "responsive": True, "displayModeBar": False},
+    data = figure.to_json().replace("<", "\\u003c")
+    markup = (
+        f'<div id="{html.escape(identity)}" style="height:{height}px"></div>'
+        f'<script type="application/json" class="chart" data-at="{html.escape(identity)}">{data}</script>'
     )
     return Html(
         f'<figure role="group" aria-label="{html.escape(title)}"><h3>{html.escape(title)}</h3>{markup}'
@@ -220,20 +218,50 @@ def chart(figure: go.Figure, *, identity: str, title: str, caption: str, height:
 
 def page(title: str, parts: Sequence[Html], *, footer: str, interactive: bool = True) -> str:
     """The whole page as text, styles inside, and the script of interactive pictures where there are any."""
-    script = f"<script>{_plotly_script()}</script>\n" if interactive else ""
+    script = _charts_script() if interactive else ""
     body = "\n".join(part.text for part in parts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n{script}</head>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
         f"<body>\n<main>\n<h1>{html.escape(title)}</h1>\n{body}\n<footer>{html.escape(footer)}</footer>\n</main>\n"
-        "</body>\n</html>\n"
+        f"{script}</body>\n</html>\n"
     )
 
 
+_DRAW = """
+(async () => {
+  const text = document.getElementById("library").textContent, letters = "%(letters)s";
+  const digit = new Uint8Array(128), bytes = new Uint8Array(%(size)d + 4);
+  for (let i = 0; i < 85; i++) digit[letters.charCodeAt(i)] = i;
+  for (let i = 0, at = 0; i < text.length; i += 5) {
+    let word = 0;
+    for (let j = i; j < i + 5; j++) word = word * 85 + digit[text.charCodeAt(j)];
+    for (let shift = 3; shift >= 0; shift--) bytes[at++] = Math.floor(word / 256 ** shift) %% 256;
+  }
+  const stream = new Blob([bytes.slice(0, %(size)d)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+  for (const one of document.querySelectorAll("script.chart")) {
+    const {data, layout} = JSON.parse(one.textContent);
+    Plotly.newPlot(one.dataset.at, data, layout, {displaylogo: false, responsive: true, displayModeBar: false});
+  }
+  document.body.dataset.drawn = "true";
+})();
+"""
+"""Unpacks Plotly's script and draws the charts; packed it takes 1.8 MB instead of 4.8."""
+_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;:=>?@^_`{|}~"
+"""Digits of base 85 without the letter that begins markup."""
+
+
 @cache
-def _plotly_script() -> str:
+def _charts_script() -> str:
+    """Plotly's script, packed, and what unpacks it and draws the charts."""
     from plotly.offline import get_plotlyjs
 
-    script: str = get_plotlyjs()
-    return script
+    packed = zlib.compress(get_plotlyjs().encode(), 9)
+    padded = packed + bytes(-len(packed) % 4)
+    text = base64.b85encode(padded).decode().replace("<", ":")
+    draw = _DRAW % {"letters": _LETTERS, "size": len(packed)}
+    return f'<script type="text/plain" id="library">{text}</script>\n<script>{draw}</script>\n'

@@ -57,7 +57,10 @@ def what_if_page(rows: Sequence[WhatIfRow], *, network: str, batch_rule: str) ->
         page.cards(_cards(rows)),
     ]
     if found:
-        parts += [page.heading("Pictures"), page.grid(*_charts(rows, found)), *_time_charts(found)]
+        axes = _axis_charts(found)
+        counts = {row.devices for row in found}
+        by_count = [page.grid(*_charts(rows, found)), *_time_charts(found)] if len(counts) > 1 or not axes else []
+        parts += [page.heading("Pictures"), *([page.grid(*axes)] if axes else []), *by_count]
     parts += [page.heading("Plans"), *_by_profile(_plans, rows)]
     parts += [page.heading("Time and memory"), *_by_profile(_predictions, found)]
     return page.page(
@@ -68,19 +71,20 @@ def what_if_page(rows: Sequence[WhatIfRow], *, network: str, batch_rule: str) ->
 
 
 def _profiles(rows: Sequence[WhatIfRow]) -> list[str]:
-    return list(dict.fromkeys(row.hardware for row in rows))
+    """Profiles with their settings: what a line of a chart is of."""
+    return list(dict.fromkeys(row.label for row in rows))
 
 
 def _cards(rows: Sequence[WhatIfRow]) -> list[tuple[str, str, str]]:
     entries = [("Plans", f"{sum(row.best is not None for row in rows)} of {len(rows)}", "clusters for which one fits")]
     for profile in _profiles(rows):
-        found = [row for row in rows if row.hardware == profile and row.best is not None]
+        found = [row for row in rows if row.label == profile and row.best is not None]
         if found:
             last = max(found, key=lambda row: row.devices)
             speed, what = _throughput(last)
             efficiency = "" if last.scaling_efficiency is None else percent_text(last.scaling_efficiency)
             entries.append((f"{profile} × {last.devices}", rate_text(speed, what), f"{efficiency} scaling efficiency"))
-    return entries
+    return entries[: MOST_LINES + 1]
 
 
 def _throughput(row: WhatIfRow) -> tuple[float, str]:
@@ -98,7 +102,7 @@ def _lines(
 
     figure = go.Figure()
     for index, profile in enumerate(_profiles(found)):
-        rows = [row for row in found if row.hardware == profile]
+        rows = [row for row in found if row.label == profile]
         figure.add_trace(
             go.Scatter(
                 x=[row.devices for row in rows],
@@ -153,9 +157,49 @@ def _charts(rows: Sequence[WhatIfRow], found: Sequence[WhatIfRow]) -> list[Html]
     ]
 
 
+MOST_LINES = 8
+"""Lines of one picture of an axis."""
+
+
+def _axis_charts(found: Sequence[WhatIfRow]) -> list[Html]:
+    """Throughput over the values of each setting, at the largest device count; a line for whatever else is the same."""
+    import plotly.graph_objects as go
+
+    devices = max(row.devices for row in found)
+    charts = []
+    for index, axis in enumerate(dict.fromkeys(key for row in found for key in row.settings)):
+        values = list(dict.fromkeys(row.settings[axis] for row in found if axis in row.settings))
+        lines: dict[str, dict[str, WhatIfRow]] = {}
+        for row in found:
+            if row.devices == devices:
+                rest = [f"{key}={value}" for key, value in row.settings.items() if key != axis]
+                lines.setdefault(", ".join([row.profile, *rest]), {})[row.settings[axis]] = row
+        figure = go.Figure()
+        for number, (name, rows) in enumerate([*lines.items()][:MOST_LINES]):
+            at = [value for value in values if value in rows]
+            figure.add_trace(
+                go.Scatter(
+                    x=at,
+                    y=[_throughput(rows[value])[0] for value in at],
+                    name=name,
+                    mode="lines+markers",
+                    line={"color": PALETTE[number % len(PALETTE)], "dash": DASHES[number % len(DASHES)], "width": 2},
+                    marker={"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 8},
+                    text=[f"{rate_text(*_throughput(rows[value]))}, {_time_text(rows[value])}" for value in at],
+                    hovertemplate=f"{axis} %{{x}}: %{{text}}<extra>%{{fullData.name}}</extra>",
+                )
+            )
+        figure.update_xaxes(type="category", title=axis)
+        figure.update_yaxes(title=f"{_throughput(found[0])[1]} per second", rangemode="tozero")
+        left = f" The first {MOST_LINES} of {len(lines)} lines." if len(lines) > MOST_LINES else ""
+        caption = f"The best plan at each value, on {devices} devices.{left}"
+        charts.append(page.chart(figure, identity=f"axis-{index}", title=f"Throughput by {axis}", caption=caption))
+    return charts
+
+
 def _baselines(found: Sequence[WhatIfRow]) -> str:
     """The cluster of each profile that scaling is measured against: the smallest with a plan."""
-    least = [min(row.devices for row in found if row.hardware == profile) for profile in _profiles(found)]
+    least = [min(row.devices for row in found if row.label == profile) for profile in _profiles(found)]
     return ", ".join(f"{profile} × {devices}" for profile, devices in zip(_profiles(found), least, strict=True))
 
 
@@ -180,7 +224,7 @@ def _memory_text(row: WhatIfRow) -> str:
 
 def _add_intervals(figure: go.Figure, found: Sequence[WhatIfRow]) -> None:
     for trace in figure.data:
-        predictions = [_prediction(row) for row in found if row.hardware == trace.name]
+        predictions = [_prediction(row) for row in found if row.label == trace.name]
         trace.error_y = {
             "type": "data",
             "symmetric": False,
@@ -193,7 +237,7 @@ def _add_intervals(figure: go.Figure, found: Sequence[WhatIfRow]) -> None:
 
 def _add_ideal(figure: go.Figure, found: Sequence[WhatIfRow]) -> None:
     for index, profile in enumerate(_profiles(found)):
-        rows = [row for row in found if row.hardware == profile]
+        rows = [row for row in found if row.label == profile]
         base = min(rows, key=lambda row: row.devices)
         ideal = [_throughput(base)[0] * row.devices / base.devices for row in rows]
         _thin_line(figure, [row.devices for row in rows], ideal, index)
@@ -201,7 +245,7 @@ def _add_ideal(figure: go.Figure, found: Sequence[WhatIfRow]) -> None:
 
 def _add_capacity(figure: go.Figure, found: Sequence[WhatIfRow]) -> None:
     for index, profile in enumerate(_profiles(found)):
-        rows = [row for row in found if row.hardware == profile]
+        rows = [row for row in found if row.label == profile]
         limits = [_prediction(row).device_memory_bytes / GIB for row in rows]
         _thin_line(figure, [row.devices for row in rows], limits, index)
 
@@ -220,7 +264,7 @@ def _thin_line(figure: go.Figure, devices: list[int], values: list[float], index
 def _time_charts(found: Sequence[WhatIfRow]) -> list[Html]:
     charts = []
     for index, profile in enumerate(_profiles(found)):
-        rows = [row for row in found if row.hardware == profile]
+        rows = [row for row in found if row.label == profile]
         charts.append(
             page.chart(
                 _time_chart(rows),
@@ -265,7 +309,9 @@ def _time_chart(rows: Sequence[WhatIfRow]) -> go.Figure:
 
 
 def _by_profile(table: Callable[[str, Sequence[WhatIfRow]], Html], rows: Sequence[WhatIfRow]) -> list[Html]:
-    return [table(profile, [row for row in rows if row.hardware == profile]) for profile in _profiles(rows)]
+    """One table for each profile, whatever is set."""
+    names = dict.fromkeys(row.profile for row in rows)
+    return [table(name, [row for row in rows if row.profile == name]) for name in names]
 
 
 def _plans(profile: str, rows: Sequence[WhatIfRow]) -> Html:
@@ -279,8 +325,9 @@ def _plans(profile: str, rows: Sequence[WhatIfRow]) -> Html:
         if any(text(plan) != unused for plan in plans)
     }
     lines: list[list[page.Cell]] = []
+    settings = ["with"] if any(row.setting for row in rows) else []
     for row in rows:
-        line: list[page.Cell] = [str(row.devices), str(row.global_batch)]
+        line: list[page.Cell] = [str(row.devices), str(row.global_batch), *([row.setting] if settings else [])]
         if row.best is None:
             lines.append([*line, Html('<span class="bad">no plan</span>'), "", *("" for _ in optional), "", ""])
             continue
@@ -297,13 +344,13 @@ def _plans(profile: str, rows: Sequence[WhatIfRow]) -> Html:
                 f"{certificate.status}{gap}",
             ]
         )
-    columns = ["devices", "global batch", "mesh", "micro-batch", *optional, "optimizer state", "certificate"]
+    columns = ["devices", "global batch", *settings, "mesh", "micro-batch", *optional, "optimizer state", "certificate"]
     table = page.table(columns, lines, caption=f"{profile}: the best plan of each cluster", numbers=(0, 1))
     return Html(table.text + "".join(_reason(row) for row in rows if row.best is None))
 
 
 def _reason(row: WhatIfRow) -> str:
-    words = f"{row.hardware} × {row.devices}: {row.reason}"
+    words = f"{row.label} × {row.devices}: {row.reason}"
     return f'<p><span class="bad">{page.escape(words)}</span></p>'
 
 
@@ -326,11 +373,13 @@ def _breakdown_text(prediction: Prediction) -> str:
 
 def _predictions(profile: str, found: Sequence[WhatIfRow]) -> Html:
     lines: list[list[page.Cell]] = []
+    settings = ["with"] if any(row.setting for row in found) else []
     for row in found:
         prediction = _prediction(row)
         lines.append(
             [
                 str(row.devices),
+                *([row.setting] if settings else []),
                 seconds_text(prediction.step_time_s),
                 interval_text(*prediction.interval_s),
                 str(prediction.label),
@@ -341,11 +390,11 @@ def _predictions(profile: str, found: Sequence[WhatIfRow]) -> Html:
                 Html(f'<span class="wrap">{page.escape(_breakdown_text(prediction))}</span>'),
             ]
         )
-    columns = ["devices", "step time", "interval", "label", "throughput", "efficiency", "MFU", "peak memory"]
+    columns = ["devices", *settings, "step time", "interval", "label", "throughput", "efficiency", "MFU", "peak memory"]
     return page.table(
         [*columns, "where the time goes"],
         lines,
         caption=f"{profile}: predicted time and memory of these plans",
-        numbers=(0, 1, 2, 4, 5, 6, 7),
+        numbers=(0, *(number + len(settings) for number in (1, 2, 4, 5, 6, 7))),
         close=True,
     )

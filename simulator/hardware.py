@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ from simulator.program import Collective, Kernel, described_class
 
 PROFILE_SUFFIX = ".yaml"
 PROFILE_SUFFIXES = (PROFILE_SUFFIX, ".yml")
+_SETTINGS = re.compile(r"([A-Za-z0-9][\w.-]*):([A-Za-z][\w.]*=[^=,]*(?:,[A-Za-z][\w.]*=[^=,]*)*)")
 HOST_MEMORY_BANDWIDTH = 2 * 8 * 25.6e9
 """Bytes a second of a node whose profile does not say: two processors with eight channels of DDR4-3200 each."""
 DISK_BANDWIDTH = 7e9
@@ -363,7 +365,17 @@ class Hardware:
 
 def is_profile_path(text: str) -> bool:
     """Whether what names a profile is a path rather than a name in `hw_profiles`."""
-    return text.endswith(PROFILE_SUFFIXES) or "/" in text
+    return (text.endswith(PROFILE_SUFFIXES) or "/" in text) and not split_settings(text)[1]
+
+
+def split_settings(text: str) -> tuple[str, tuple[str, ...]]:
+    """The shipped profile and the settings of ``PROFILE:KEY=VALUE,…``; no settings where there are none.
+
+    >>> split_settings("dgx-h100:network=200Gb,device.memory=96GiB"), split_settings("dgx-h100")
+    (('dgx-h100', ('network=200Gb', 'device.memory=96GiB')), ('dgx-h100', ()))
+    """
+    found = _SETTINGS.fullmatch(text)
+    return (found[1], tuple(found[2].split(","))) if found else (text, ())
 
 
 def describe(hardware: Hardware) -> tuple[ProfileRow, ...]:

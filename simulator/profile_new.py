@@ -23,6 +23,11 @@ KEYS: Mapping[str, str] = {
     "nodes.links": "topology.levels.0.bandwidth_bytes_per_s",
 }
 """Short names of keys. ``nodes.devices`` and ``nodes.network``, the rate of a node's port, change several."""
+SHORT: Mapping[str, str] = {
+    key.partition(".")[2]: key
+    for key in ("nodes.network", "nodes.nics", "nodes.links", "device.memory", "device.bandwidth", "device.power")
+}
+"""The same keys without what they belong to, where one word tells them apart: ``network`` is ``nodes.network``."""
 _QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?\d+)?) *([a-zA-Zµ]*?)(/s|(?<=b)ps)?", re.IGNORECASE)
 _SCALES: Mapping[str, float] = {
     "": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9,
@@ -84,6 +89,7 @@ def _said(settings: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
+        key = SHORT.get(key, key)
         if not equals or not value or key in found:
             raise ProfileError(f"--set {setting!r}: write KEY=VALUE, each key once, for example nodes.network=100Gb")
         found[key] = value

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simulator.errors import ProfileError
-from simulator.hardware import PROFILE_SUFFIX, PROFILE_SUFFIXES, Hardware, is_profile_path
+from simulator.hardware import PROFILE_SUFFIX, PROFILE_SUFFIXES, Hardware, is_profile_path, split_settings
 from simulator.input_file import is_regular
 from simulator.shipped_profiles import shipped_names as profile_names
 from simulator.shipped_profiles import shipped_text
@@ -39,14 +41,31 @@ def load_profile(name_or_path: str) -> Hardware:
     Whatever ends in ``.yaml`` or ``.yml`` or holds a path separator is a path. ``PROFILE@FILE`` is a profile cut and
     joined as the file of a real cluster says: an HCCL rank table (``.json``), the text of ``nvidia-smi topo -m`` or an
     InfraGraph (``.json``, ``.yaml``); a rank table that names its chip needs no profile before it.
+    ``PROFILE:KEY=VALUE,…`` is a shipped profile with numbers set, as ``meshwright profiles new`` writes it.
+
+    >>> load_profile("dgx-h100:network=200Gb").levels[-1].bandwidth_bytes_per_s / 1e9
+    23.75
     """
     from simulator.profile_file import parse_profile
 
+    base, settings = split_settings(name_or_path)
+    if settings:
+        return _with_settings(name_or_path, base, settings)
     chip, file = split_cluster_file(name_or_path)
     if file:
         return _described(chip, file)
     content, place = profile_text(name_or_path)
     return (_parse if is_profile_path(name_or_path) else parse_profile)(content, place)
+
+
+@lru_cache(maxsize=64)
+def _with_settings(text: str, base: str, settings: tuple[str, ...]) -> Hardware:
+    """A shipped profile with some numbers set, under the name that says so."""
+    from simulator.profile_file import check_content
+    from simulator.profile_new import new_profile
+
+    _, hardware = check_content(new_profile("with-settings", base, settings), text)
+    return replace(hardware, name=text)
 
 
 def profile_text(name_or_path: str) -> tuple[bytes, str]:

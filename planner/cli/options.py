@@ -292,6 +292,23 @@ def read_shares(texts: Iterable[str]) -> dict[str, float]:
     return found
 
 
+def read_settings(texts: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Read ``KEY=V1,V2,…`` texts.
+
+    >>> read_settings(["network=400Gb,800Gb", "tp=1,2"])
+    (('network', ('400Gb', '800Gb')), ('tp', ('1', '2')))
+    """
+    found = []
+    for text in texts:
+        key, _, values = (part.strip() for part in text.partition("="))
+        given = tuple(value.strip() for value in values.split(","))
+        if not key or not all(given) or len(set(given)) < len(given) or key in ("hw", "devices"):
+            rule = "is an option of its own" if key in ("hw", "devices") else "is not KEY=V1,V2,… with each value once"
+            raise InputError(f"--set {text!r} {rule}; write for example --set network=400Gb,800Gb")
+        found.append((key, given))
+    return tuple(found)
+
+
 def read_device_counts(text: str) -> tuple[int, ...]:
     """Read device counts; an ellipsis continues the counts before it up to the one after it.
 

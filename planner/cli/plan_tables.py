@@ -203,20 +203,23 @@ def _certificate_text(certificate: Certificate, prediction: Prediction) -> str:
 def what_if_report(rows: Sequence[WhatIfRow], rule: str, report: str | None) -> Iterable[RenderableType]:
     """Everything `meshwright what-if` prints: a table for each profile."""
     yield Text(rule)
-    for profile in dict.fromkeys(row.hardware for row in rows):
-        mine = [row for row in rows if row.hardware == profile]
+    for profile in dict.fromkeys(row.profile for row in rows):
+        mine = [row for row in rows if row.profile == profile]
         yield Text(f"\n{profile}", style="bold")
         yield _what_if_table(mine)
         for row in mine:
             if row.best is None:
-                yield Text(f"no plan for {row.devices} devices: {row.reason}", style="red")
+                where = f" with {row.setting}" if row.setting else ""
+                yield Text(f"no plan for {row.devices} devices{where}: {row.reason}", style="red")
     if report:
         yield Text(f"\nwritten {report}")
 
 
 def _what_if_table(rows: Sequence[WhatIfRow]) -> Table:
     first = next((row.best.prediction for row in rows if row.best is not None), None)
+    settings = [("\nwith", "")] if any(row.setting for row in rows) else []
     table = plain_table(
+        *settings,
         ("\ndevices", "right"),
         ("global\nbatch", "right"),
         (mesh_header(row.best.plan for row in rows if row.best is not None), ""),
@@ -228,11 +231,13 @@ def _what_if_table(rows: Sequence[WhatIfRow]) -> Table:
         (f"memory, of\n{bytes_text(first.device_memory_bytes) if first else ''}", "right"),
     )
     for row in rows:
+        own = [row.setting] if settings else []
         if row.best is None:
-            table.add_row(str(row.devices), str(row.global_batch), Text("no plan", style="red"))
+            table.add_row(*own, str(row.devices), str(row.global_batch), Text("no plan", style="red"))
             continue
         plan, prediction = row.best.plan, row.best.prediction
         table.add_row(
+            *own,
             str(row.devices),
             str(row.global_batch),
             mesh_text(plan),

@@ -29,6 +29,7 @@ from planner.cli.options import (
     natural,
     read_device_counts,
     read_pins,
+    read_settings,
 )
 from planner.cli.terminal import Terminal
 from simulator.errors import InfeasibleError, InputError
@@ -64,6 +65,14 @@ class WhatIfArguments:
     attention: AttentionOption = None
     norms: NormsOption = None
     memory_headroom: MemoryHeadroomOption = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=V1,V2,...",
+            help="Another axis: batch, seq_len, precision, a pin (tp), or a number of the profile (network).",
+        ),
+    ] = None
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -121,6 +130,7 @@ class WhatIfArguments:
             attention=self.attention or "",
             norms=self.norms or "",
             memory_headroom=self.memory_headroom or 0.0,
+            settings=read_settings(self.settings or ()),
         )
 
 
@@ -135,6 +145,9 @@ def what_if(given: WhatIfArguments) -> None:
     \b
     Example: one network on two clusters, from one node to 512
       meshwright what-if zoo:llama2-7b --hw dgx-a100,dgx-h100 --devices 8,16,...,4096 --out report.html
+
+    --set adds axes; every combination is planned, and the page has a picture for each axis:
+      meshwright what-if zoo:llama2-7b --hw dgx-h100 --devices 64 --set network=200Gb,400Gb,800Gb --set batch=256,512
 
     With --out, points are kept in FILE.html.partial.jsonl until the page is written: after an
     interruption the same command goes on from there.
@@ -164,7 +177,7 @@ def _rows(terminal: Terminal, options: WhatIfOptions, given: WhatIfArguments) ->
     except KeyboardInterrupt:
         if journal is not None:
             # The interrupt may come after a point is written and before it is counted: the file knows.
-            rows = read(journal, sweep.requests, sweep.graph).rows
+            rows = read(journal, sweep.requests, sweep.graphs).rows
             kept = f"{len(rows)} of {len(sweep.requests)} points"
             if rows:
                 terminal.note(f"{kept} are kept in {journal}; the same command goes on from there")

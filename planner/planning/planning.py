@@ -93,6 +93,17 @@ def capture_for(request: PlanRequest) -> OperatorGraph:
     ).capture()  # fmt: skip
 
 
+def capture_key(request: PlanRequest) -> tuple[object, ...]:
+    """What a capture depends on: requests with equal keys have one graph."""
+    return (
+        request.network,
+        request.sequence_length,
+        request.attention,
+        norms_of(request.software, request.norms),
+        fusion_of(request.software),
+    )
+
+
 def with_usual_software(request: PlanRequest) -> PlanRequest:
     """The request for the software that is usual for its network on its devices, where it names none.
 

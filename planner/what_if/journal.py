@@ -56,13 +56,14 @@ def discard(journal: Path) -> None:
         journal.unlink(missing_ok=True)
 
 
-def read(journal: Path, requests: Sequence[PlanRequest], graph: OperatorGraph) -> Kept:
-    """Find the points of a sweep in a journal; the last line of a point counts."""
+def read(journal: Path, requests: Sequence[PlanRequest], graphs: Sequence[OperatorGraph]) -> Kept:
+    """Find the points of a sweep in a journal, each with its network; the last line of a point counts."""
     with _explained(journal):
         if not journal.exists():
             return Kept()
     lines = JOURNAL.read(journal).splitlines()
-    numbers = {point_key(request, graph): number for number, request in enumerate(requests)}
+    points = enumerate(zip(requests, graphs, strict=True))
+    numbers = {point_key(request, graph): number for number, (request, graph) in points}
     rows: dict[int, WhatIfRow] = {}
     damaged = other = 0
     for line in filter(None, lines):

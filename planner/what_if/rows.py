@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from planner.planning.documents import Document, candidate_document, search_document
 from planner.plans.plan import Status
 from planner.what_if.options import point_name
 from simulator.errors import InputError, MeshwrightError, UnsupportedError
+from simulator.hardware import split_settings
 from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ class WhatIfRow:
 
     ``scaling_efficiency`` is the throughput per device over that of the baseline: the smallest device
     count of the same profile for which a plan exists; None where there is no plan. ``refused`` says that
-    the request was wrong for this cluster (a device count that it cannot hold) and nothing was searched.
+    the request was wrong for this cluster (a device count that it cannot hold) and nothing was searched. ``settings``
+    are the values of this row where the sweep has further axes.
     """
 
     hardware: str
@@ -33,6 +35,22 @@ class WhatIfRow:
     search_mode: str
     refused: bool = False
     scaling_efficiency: float | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def profile(self) -> str:
+        """The profile, without the numbers that are set."""
+        return split_settings(self.hardware)[0]
+
+    @property
+    def setting(self) -> str:
+        """The settings in words; empty where there are none."""
+        return ", ".join(f"{key}={value}" for key, value in self.settings.items())
+
+    @property
+    def label(self) -> str:
+        """Profile and settings: rows that differ in the device count alone have one label."""
+        return ", ".join(filter(None, (self.profile, self.setting)))
 
     @property
     def best(self) -> Candidate | None:
@@ -109,9 +127,9 @@ def finish_rows(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     for row in rows:
         if row.best is not None:
             per_device = row.best.prediction.samples_per_s / row.devices
-            base[row.hardware] = min(base.get(row.hardware, (row.devices, per_device)), (row.devices, per_device))
+            base[row.label] = min(base.get(row.label, (row.devices, per_device)), (row.devices, per_device))
     return tuple(
-        replace(row, scaling_efficiency=row.best.prediction.samples_per_s / row.devices / base[row.hardware][1])
+        replace(row, scaling_efficiency=row.best.prediction.samples_per_s / row.devices / base[row.label][1])
         if row.best is not None
         else row
         for row in rows
@@ -120,7 +138,9 @@ def finish_rows(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
 
 def row_document(row: WhatIfRow) -> Document:
     """One element of ``rows`` of ``meshwright what-if --json``."""
-    common: dict[str, Any] = {"hw": row.hardware, "devices": row.devices, "global_batch": row.global_batch}
+    common: dict[str, Any] = {"hw": row.profile, "devices": row.devices, "global_batch": row.global_batch}
+    if row.settings:
+        common["settings"] = dict(row.settings)
     if row.best is None:
         search = search_document(row.result, row.search_mode, None)
         found: Document = {"status": str(row.result.status), "search": search, "prediction": None, "plan": None}

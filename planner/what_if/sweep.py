@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.what_if import journal as journals
-from planner.what_if.options import WhatIfOptions, requests_of
+from planner.what_if.options import WhatIfOptions, points_of
 from planner.what_if.rows import WhatIfRow, finish_rows, plan_point
 
 if TYPE_CHECKING:
@@ -19,21 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The points of a sweep in the order of its rows, the captured network, and what is planned already.
+    """The points of a sweep in the order of its rows, the captured network of each, and what is planned already.
 
-    ``kept`` are rows by number that an interrupted run left in ``journal``; ``notes`` tell the user of
-    them. Without a ``journal`` nothing is written.
+    ``settings`` are those of each point, ``graphs`` its network: one object for all points that capture alike. ``kept``
+    are rows by number that an interrupted run left in ``journal``; ``notes`` tell the user of them. Without a
+    ``journal`` nothing is written.
     """
 
     requests: tuple[PlanRequest, ...]
-    graph: OperatorGraph
+    settings: tuple[Mapping[str, str], ...]
+    graphs: tuple[OperatorGraph, ...]
     journal: Path | None = None
     kept: Mapping[int, WhatIfRow] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 def prepare(options: WhatIfOptions, *, journal: Path | None = None, fresh: bool = False) -> Sweep:
-    """Capture the network once, and read what an interrupted run of the same points has left.
+    """Capture the network once for all points that have it alike, and read what an interrupted run has left.
 
     Parameters
     ----------
@@ -49,16 +51,24 @@ def prepare(options: WhatIfOptions, *, journal: Path | None = None, fresh: bool 
     InputError
         Wrong for every point: an unknown network or profile, a journal that cannot be written.
     """
-    from planner.planning.planning import capture_for
+    from planner.planning import planning
 
-    requests = requests_of(options)
-    graph = capture_for(requests[0])
+    points = points_of(options)
+    requests = tuple(request for _, request in points)
+    settings = tuple(chosen for chosen, _ in points)
+    captured: dict[tuple[object, ...], OperatorGraph] = {}
+    for request in requests:
+        key = planning.capture_key(request)
+        if key not in captured:
+            captured[key] = planning.capture_for(request)
+    graphs = tuple(captured[planning.capture_key(request)] for request in requests)
+    sweep = Sweep(requests=requests, settings=settings, graphs=graphs, journal=journal)
     if journal is None:
-        return Sweep(requests=requests, graph=graph)
+        return sweep
     if fresh:
         journals.discard(journal)
-    found = journals.read(journal, requests, graph)
-    return Sweep(requests=requests, graph=graph, journal=journal, kept=found.rows, notes=found.notes)
+    found = journals.read(journal, requests, graphs)
+    return replace(sweep, kept=found.rows, notes=found.notes)
 
 
 def run(
@@ -101,15 +111,15 @@ def run(
     for _ in rows:
         advance()
     waiting = {number: request for number, request in _in_turn(sweep.requests) if number not in rows}
-    with (
-        closing(_planned(sweep.graph, waiting, jobs, cluster, note)) as planned,
-        journals.writer(sweep.journal) as write,
-    ):
-        for number, row in planned:
-            write(sweep.requests[number], sweep.graph, row)
-            rows[number] = row
-            advance()
-    return finish_rows([rows[number] for number in sorted(rows)])
+    with journals.writer(sweep.journal) as write:
+        for graph in {id(one): one for one in sweep.graphs}.values():
+            of_graph = {number: request for number, request in waiting.items() if sweep.graphs[number] is graph}
+            with closing(_planned(graph, of_graph, jobs, cluster, note)) as planned:
+                for number, row in planned:
+                    write(sweep.requests[number], graph, row)
+                    rows[number] = row
+                    advance()
+    return finish_rows([replace(rows[number], settings=sweep.settings[number]) for number in sorted(rows)])
 
 
 def what_if(

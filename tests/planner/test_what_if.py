@@ -11,6 +11,7 @@ from planner.planning.planning import Candidate, PlanRequest, SearchResult
 from planner.plans.plan import Status
 from planner.what_if import WhatIfOptions, batch_rule, row_document, what_if
 from simulator.errors import InputError, ProfileError, UnsupportedError
+from simulator.profiles import load_profile
 from tests.results import infeasible_result, make_plan, make_prediction, make_result
 
 OPTIONS = WhatIfOptions(network="zoo:mlp", hardware=("dgx-a100", "dgx1-v100"), device_counts=(8, 16, 32))
@@ -103,3 +104,54 @@ def test_an_unknown_profile_is_an_error_before_anything_is_planned(requests: lis
     with pytest.raises(ProfileError, match="'none'"):
         what_if(replace(OPTIONS, hardware=("dgx-a100", "none")))
     assert requests == []
+
+
+def test_every_combination_of_settings_is_a_row(requests: list[PlanRequest]) -> None:
+    options = replace(
+        OPTIONS, device_counts=(16, 32), settings=(("network", ("100Gb", "400Gb")), ("batch", ("32", "64")))
+    )
+    rows = what_if(options)
+    assert [(row.profile, row.setting, row.devices) for row in rows][:5] == [
+        ("dgx-a100", "network=100Gb, batch=32", 16),
+        ("dgx-a100", "network=100Gb, batch=32", 32),
+        ("dgx-a100", "network=100Gb, batch=64", 16),
+        ("dgx-a100", "network=100Gb, batch=64", 32),
+        ("dgx-a100", "network=400Gb, batch=32", 16),
+    ]
+    assert len(rows) == 16
+    assert [row.profile for row in rows] == ["dgx-a100"] * 8 + ["dgx1-v100"] * 8
+    assert requests[-1].global_batch in (32, 64)
+    assert {request.hardware for request in requests} >= {"dgx-a100:network=100Gb", "dgx-a100:network=400Gb"}
+    assert rows[1].scaling_efficiency == 0.4, "against the smaller count with the same settings"
+    assert row_document(rows[0])["settings"] == {"network": "100Gb", "batch": "32"}
+    assert row_document(rows[0])["hw"] == "dgx-a100"
+
+
+def test_settings_are_options_pins_and_numbers_of_the_profile(requests: list[PlanRequest]) -> None:
+    settings = (("seq_len", ("64",)), ("tp", ("2",)), ("precision", ("fp32",)), ("device.bandwidth", ("1TB/s",)))
+    what_if(replace(OPTIONS, network="zoo:gpt2", hardware=("dgx-a100",), device_counts=(16,), settings=settings))
+    request = requests[0]
+    assert (request.sequence_length, request.pins["tp"], request.precision) == (64, "2", "fp32")
+    assert load_profile(request.hardware).memory_bandwidth == 1e12
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ((("seq_len", ("x",)),), r"seq_len=x: not a number"),
+        ((("batch", ("0",)),), r"batch=0: not a number"),
+        ((("netwrk", ("1Gb",)),), r"the base has no number 'netwrk'"),
+        ((("tp", ("1", "2")), ("tp", ("4",))), r"a key stands twice"),
+        ((("tp", tuple(map(str, range(1, 400)))),), r"2394 points; give fewer values"),
+    ],
+)
+def test_wrong_settings_are_errors(
+    requests: list[PlanRequest], settings: tuple[tuple[str, tuple[str, ...]], ...], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        what_if(replace(OPTIONS, settings=settings))
+
+
+def test_numbers_are_not_set_of_a_file(requests: list[PlanRequest]) -> None:
+    with pytest.raises(InputError, match=r"network=1Gb for 'mine.yaml': numbers are set of shipped profiles"):
+        what_if(replace(OPTIONS, hardware=("mine.yaml",), settings=(("network", ("1Gb",)),)))

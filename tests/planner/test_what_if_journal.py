@@ -115,7 +115,7 @@ def test_the_result_of_a_real_search_comes_back_as_it_was(tmp_path: Path) -> Non
     row = row_of(request, plan_network(request, graph=graph()))
     with writer(tmp_path / "a.jsonl") as write:
         write(request, graph(), row)
-    assert read(tmp_path / "a.jsonl", [request], graph()).rows == {0: row}
+    assert read(tmp_path / "a.jsonl", [request], [graph()]).rows == {0: row}
 
 
 def test_the_last_line_of_a_point_counts(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_the_last_line_of_a_point_counts(tmp_path: Path) -> None:
     with writer(tmp_path / "a.jsonl") as write:
         for row in rows:
             write(request, graph(), row)
-    assert read(tmp_path / "a.jsonl", [request], graph()).rows == {0: rows[1]}
+    assert read(tmp_path / "a.jsonl", [request], [graph()]).rows == {0: rows[1]}
 
 
 REQUESTS = tuple(
@@ -153,11 +153,11 @@ def test_a_cut_anywhere_loses_the_cut_line_alone(data: st.DataObject) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "a.jsonl"
         path.write_bytes(content[:cut])
-        kept = read(path, REQUESTS, graph()).rows
+        kept = read(path, REQUESTS, [graph()] * len(REQUESTS)).rows
         ends = [at for at, byte in enumerate(content) if byte == ord("\n")]
         assert kept == {number: ROWS[number] for number, end in enumerate(ends) if end <= cut}
         written(path, {number: row for number, row in ROWS.items() if number not in kept})
-        assert read(path, REQUESTS, graph()).rows == ROWS
+        assert read(path, REQUESTS, [graph()] * len(REQUESTS)).rows == ROWS
 
 
 @given(st.data())
@@ -168,7 +168,7 @@ def test_no_damage_makes_another_result(data: st.DataObject) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "a.jsonl"
         path.write_bytes(content)
-        kept = read(path, REQUESTS, graph())
+        kept = read(path, REQUESTS, [graph()] * len(REQUESTS))
         assert kept.rows.items() <= ROWS.items()
         if kept.rows != ROWS:
             assert any("ignored" in note for note in kept.notes)
@@ -180,7 +180,7 @@ def test_no_damage_makes_another_result(data: st.DataObject) -> None:
 def test_lines_that_are_no_points_are_ignored(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(line + b"\n" + whole_journal())
-    kept = read(path, REQUESTS, graph())
+    kept = read(path, REQUESTS, [graph()] * len(REQUESTS))
     assert kept.rows == ROWS
     assert kept.notes[-1] == f"{path}: 1 line is damaged and ignored"
 
@@ -223,7 +223,7 @@ def test_the_journal_lies_beside_the_report(tmp_path: Path) -> None:
 def test_a_journal_that_cannot_be_used_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(InputError, match="choose another --out"):
-        read(tmp_path / "a.jsonl", REQUESTS, graph())
+        read(tmp_path / "a.jsonl", REQUESTS, [graph()] * len(REQUESTS))
     with pytest.raises(InputError, match="choose another --out"), writer(tmp_path / "a.jsonl"):
         pass
     discard(tmp_path / "never there")
