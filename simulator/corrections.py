@@ -20,13 +20,13 @@ from simulator.expert_messages import expert_exposed, sent_share
 from simulator.hardware import Hardware
 from simulator.kept_parameters import gathers
 from simulator.launches import sharded_factor, tensor_exposed
-from simulator.program import CONVOLUTIONS, Collective, Kernel
+from simulator.program import CONVOLUTIONS, PRODUCTS, Collective, Kernel
 from simulator.topology import GroupShape
 
 BoolArray = npt.NDArray[np.bool_]
 
 FACTORS: Mapping[Kernel, str] = {
-    Kernel.MATMUL: "matmul",
+    **dict.fromkeys(PRODUCTS, "matmul"),
     Kernel.ATTENTION: "attention",
     **dict.fromkeys(CONVOLUTIONS, "convolution"),
     Kernel.OPTIMIZER: "optimizer",
@@ -56,7 +56,7 @@ def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: float
     """Factor on the time of `kernel` in a job of `devices` devices; products below 16 bits have one of their own."""
     training = hardware.training
     factor = _factor(training, FACTORS.get(kernel, ""))
-    if kernel is Kernel.MATMUL and training and hardware.peak_dtype(dtype).startswith(("float8", "float4")):
+    if kernel in PRODUCTS and training and hardware.peak_dtype(dtype).startswith(("float8", "float4")):
         factor *= training.get("low_precision", 1.0) / training.get("matmul", 1.0)
     return hardware.compute_slowdown(devices, kernel) * factor
 

@@ -28,6 +28,8 @@ class Kernel(StrEnum):
     """Classes of operators that share an efficiency."""
 
     MATMUL = "matmul"
+    GROUPED_MATMUL = "grouped_matmul"
+    """Products of several experts in one kernel (`simulator.kernels.grouped_matmul_time`): otherwise as `MATMUL`."""
     CONVOLUTION = "convolution"
     CONVOLUTION_BACKWARD = "convolution_backward"
     """Both gradients of a convolution: of the speed of `CONVOLUTION` where a profile does not tell."""
@@ -58,6 +60,7 @@ class Kernel(StrEnum):
 
 
 WIDER_CLASS = {
+    Kernel.GROUPED_MATMUL: Kernel.MATMUL,
     Kernel.CONVOLUTION_BACKWARD: Kernel.CONVOLUTION,
     Kernel.STRIDED_CONVOLUTION_BACKWARD: Kernel.CONVOLUTION_BACKWARD,
     Kernel.ACCUMULATION: Kernel.ELEMENTWISE,
@@ -69,6 +72,7 @@ WIDER_CLASS = {
 """The class whose speed counts for another that a profile does not have."""
 SUMMED_CLASS = {Kernel.BATCH_NORMALIZATION: Kernel.SYNCHRONIZED_BATCH_NORMALIZATION}
 """The class of operators that sum over ranks in their middle, by that of the same in one piece."""
+PRODUCTS = frozenset({Kernel.MATMUL, Kernel.GROUPED_MATMUL})
 CONVOLUTIONS = frozenset({Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD, Kernel.STRIDED_CONVOLUTION_BACKWARD})
 
 

@@ -283,13 +283,14 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
     if not check_software(software):
         return hardware
     known = software_named(software)
-    stacks, stack = shipped_software().coefficients.stacks, known.stack
+    coefficients, stack = shipped_software().coefficients, known.stack
+    stacks, beside = coefficients.stacks, coefficients.plans.get(stack, {})
     kind = "_deterministic" if known.deterministic else ""
     on_ascend = family_of(hardware.device_name).startswith("ascend")
     own = stacks.get(f"{stack}_gpu" if stack is Stack.MINDSPORE and not on_ascend else f"{stack}{kind}", {})
     training = dict(hardware.training)
     for name, factor in factors_of(own).items():
-        training[f"planned_{name}"] = training.get(name, 1.0) * factor
+        training[f"planned_{name}"] = training.get(name, 1.0) * factor * beside.get(name, 1.0)
     for name in ("inside", "outside"):
         training[f"planned_{name}"] = training.get(name, 1.0)
     if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):

@@ -51,6 +51,7 @@ _STACKS = [f"{stack}{kind}" for stack in Stack for kind in ("", "_deterministic"
 _LAYERED = [field.name for field in fields(LayeredParameters) if field.name != "host_s"]
 StackName = Annotated[str, _one_of(_STACKS)]
 Coefficient = Annotated[str, _one_of(STACK_COEFFICIENTS)]
+PlannedFactor = Literal["matmul", "memory"]
 AttentionName = Annotated[str, _one_of([str(kernel) for kernel in AttentionKernel])]
 LayeredDevice = Annotated[str, _one_of(["balance", "planes", "reach", "untuned", "launch", *_LAYERED])]
 LayeredStack = Annotated[str, Field(pattern=rf"^({'|'.join(_LAYERED)}|host_[a-z_]+_s)$")]
@@ -221,6 +222,7 @@ class SoftwarePart(Part):
     version: Literal[1]
     stacks: dict[StackName, dict[Coefficient, Sourced[NonNegative]]]
     attention: dict[AttentionName, Sourced[NonNegative]]
+    plans: dict[StackName, dict[PlannedFactor, Sourced[Positive]]] = Field(default_factory=dict)
     layered: LayeredPart
     intervals: Annotated[list[IntervalPart], AfterValidator(_one_for_every_network)]
     intervals_source: Source
@@ -230,11 +232,14 @@ class SoftwarePart(Part):
 class SoftwareCoefficients:
     """Coefficients by stack, and factors by attention kernel; a missing one is neutral.
 
+    ``plans`` are factors by stack on kernels of plans, beside the stack's own: plans count kernels one by one, and the
+    formulas to which the others were fitted count them by layer.
     ``devices``, by family, stands in for what profiles say, while a fit is being judged.
     """
 
     stacks: Mapping[str, Mapping[str, float]]
     attention: Mapping[str, float]
+    plans: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -284,6 +289,7 @@ def parse_software(text: str, name: str) -> SoftwareFile:
         coefficients=SoftwareCoefficients(
             stacks={stack: _values(entries) for stack, entries in part.stacks.items()},
             attention=_values(part.attention),
+            plans={stack: _values(factors) for stack, factors in part.plans.items()},
         ),
         layered=LayeredCoefficients(devices=part.layered.devices, stacks=part.layered.stacks),
         intervals={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.fusion import LIBRARY, in_memory, lying_bytes
+from planner.graph.fusion import COMPILER, LIBRARY, in_memory, lying_bytes
+from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef
 from simulator.errors import InputError
 from simulator.kernels.matmul import ELEMENT_BYTES
@@ -186,15 +188,37 @@ def cast_sizes(graph: OperatorGraph, node: Node) -> list[tuple[int, float]]:
 
     A library's kernels write what they make for a product in its type, and keep it so for the backward pass; weights
     are cast once a step (``is_first_microbatch``). Gradients are left, which one kernel casts and transposes for both
-    products (``cast_transpose`` of Transformer Engine), and what attention makes.
+    products (``cast_transpose`` of Transformer Engine), and what attention makes. A compiler finds the casts of one
+    tensor and keeps one of them; weights are cast as shards, before they are gathered
+    (``enable_fsdp_float8_all_gather`` of torchao).
     """
     places = range(len(node.tensor_inputs) - 2, len(node.tensor_inputs))
     specs = [(place, graph.spec(node.tensor_inputs[place])) for place in places]
     narrow = ELEMENT_BYTES[node.product_dtype]
+    if graph.fusion == COMPILER:
+        parts = [_part_of_one_cast(graph, node, node.tensor_inputs[place]) for place in places]
+        return [(p, part * (s.size_bytes + s.elements * narrow)) for (p, s), part in zip(specs, parts, strict=True)]
     if graph.fusion != LIBRARY:
         return [(p, float(s.size_bytes + s.elements * narrow)) for p, s in specs]
     parts = [_cast_part(graph, node, node.tensor_inputs[place]) for place in places]
     return [(p, part * (s.size_bytes + 2 * s.elements * narrow)) for (p, s), part in zip(specs, parts, strict=True)]
+
+
+def _part_of_one_cast(graph: OperatorGraph, node: Node, factor: TensorRef) -> float:
+    """The part of the only cast of a factor that each of the narrow products of a pass has that read it."""
+    base = in_memory(graph, factor)
+    if graph.nodes[base.node].role is Role.PARAMETER:
+        return 0.0
+    readers = _NARROW_READERS.of(graph)
+    if None not in readers:
+        narrow = [other for other in graph.nodes if other.product_dtype]
+        readers[None] = Counter(
+            (in_memory(graph, ref), other.phase) for other in narrow for ref in other.tensor_inputs[-2:]
+        )
+    return 1.0 / readers[None][base, node.phase]
+
+
+_NARROW_READERS = KeptByGraph[None, Counter[tuple[TensorRef, Phase]]]()
 
 
 def _cast_part(graph: OperatorGraph, node: Node, factor: TensorRef) -> float:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from planner.graph.fusion import product_parts
 from planner.graph.operator_graph import Node, OperatorGraph, TensorSpec
-from simulator.program import CONVOLUTIONS, Kernel
+from simulator.program import CONVOLUTIONS, PRODUCTS, Kernel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "scores", "weighted", "gathered"})
+_MULTIPLYING = frozenset({"mm", "addmm", "bmm", "baddbmm", "scores", "weighted", "gathered"})
 """Operators that multiply their last two inputs as matrices."""
 _LEFT_TRANSPOSED, _RIGHT_TRANSPOSED = frozenset({"gathered"}), frozenset({"scores"})
 _BACKWARD_ATTENTION = 2.5
@@ -37,7 +37,7 @@ class KernelShape:
 
 def is_product(node: Node) -> bool:
     """Whether an operator multiplies its last two inputs as matrices, in a kernel that is its own."""
-    return node.timed_as is Kernel.MATMUL and _name(node) in PRODUCTS
+    return node.timed_as in PRODUCTS and _name(node) in _MULTIPLYING
 
 
 def kernel_shape(graph: OperatorGraph, node: Node) -> KernelShape | None:

@@ -13,6 +13,7 @@ from simulator.program import Kernel, Phase
 if TYPE_CHECKING:
     import networkx as nx
 
+_BATCHED = frozenset({"aten.bmm.default", "aten.baddbmm.default"})
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -121,8 +122,14 @@ class Node:
 
     @property
     def timed_as(self) -> Kernel:
-        """Class of the kernel that runs: that of views, which costs nothing, where a fused kernel does all of it."""
-        return Kernel.VIEW if self.moved and not any(self.moved) else self.kernel
+        """Class of the kernel that runs: that of views, which costs nothing, where a fused kernel does all of it.
+
+        Products of several experts at once are grouped.
+        """
+        if self.moved and not any(self.moved):
+            return Kernel.VIEW
+        grouped = self.kernel is Kernel.MATMUL and self.op in _BATCHED and "expert" in self.module
+        return Kernel.GROUPED_MATMUL if grouped else self.kernel
 
     @property
     def kernel_dtype(self) -> str:

@@ -10,7 +10,7 @@ from planner.graph.kernel_shapes import is_product
 from planner.graph.operator_graph import DTYPE_BYTES, Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.graph.statistics import wide_nodes
 from simulator.errors import InputError
-from simulator.program import Kernel
+from simulator.program import Kernel, Phase
 
 EIGHT_BITS = "float8_e4m3fn"
 FOUR_BITS = "float4_e2m1fn"
@@ -116,9 +116,31 @@ def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
 
 def _with_narrow_products(graph: OperatorGraph, dtype: str) -> OperatorGraph:
     linear = {index for index, node in enumerate(graph.nodes) if is_product(node) and _reads_weight(graph, node, dtype)}
-    narrow = {index for index, node in enumerate(graph.nodes) if is_product(node) and {index, node.forward} & linear}
+    last = _last_products(graph)
+    narrow = {
+        index
+        for index, node in enumerate(graph.nodes)
+        if is_product(node) and {index, node.forward} & linear and not {index, node.forward} & last
+    }
     nodes = tuple(replace(n, product_dtype=dtype) if i in narrow else n for i, n in enumerate(graph.nodes))
     return replace(graph, nodes=nodes)
+
+
+def _last_products(graph: OperatorGraph) -> set[int]:
+    """Products of the forward pass behind which no other stands: those that make logits.
+
+    They stay in 16 bits: Megatron-Core's output layer is none of Transformer Engine's, torchtitan's converter leaves
+    ``output`` out (``filter_fqns``), and so does the recipe of arXiv:2509.25149.
+    """
+    found, before = set[int](), set[int]()
+    for index, node in reversed(list(enumerate(graph.nodes))):
+        if node.phase is not Phase.FORWARD:
+            continue
+        if is_product(node) and index not in before:
+            found.add(index)
+        if is_product(node) or index in before:
+            before.update(ref.node for ref in node.tensor_inputs)
+    return found
 
 
 def _reads_weight(graph: OperatorGraph, node: Node, dtype: str) -> bool:

@@ -7,7 +7,7 @@ the tables of its units.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import lru_cache
@@ -37,10 +37,13 @@ _GROUP = 100
 
 
 class Workplace:
-    """A folder for the files that requests and commands name: configs of networks, hints, profiles without a limit."""
+    """A folder for the files that requests and commands name: configs of networks, hints, profiles without a limit.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    ``slower`` multiplies factors of the profiles' ``training``, to see what a prediction owes to each.
+    """
+
+    def __init__(self, folder: Path, slower: Mapping[str, float] | None = None) -> None:
+        self.folder, self.slower = folder, tuple(sorted((slower or {}).items()))
 
     def request(self, run: PinnedRun, *, limited: bool = True) -> PlanRequest:
         """The request of a run, on the shipped profile or on one with memory for any plan."""
@@ -71,20 +74,24 @@ class Workplace:
 
     def _profile(self, run: PinnedRun, *, limited: bool) -> str:
         """The shipped profile, or one with memory for any plan, or whose float32 products run in TF32."""
-        if limited and not run.tf32:
+        if limited and not run.tf32 and not self.slower:
             return run.hardware
-        return self.file(run.hardware, _changed_profile(run.hardware, limited=limited, tf32=run.tf32))
+        changed = _changed_profile(run.hardware, limited=limited, tf32=run.tf32, slower=self.slower)
+        return self.file(run.hardware, changed)
 
 
 @lru_cache(maxsize=64)
-def _changed_profile(name: str, *, limited: bool, tf32: bool) -> str:
-    """The text of a shipped profile with memory for any plan, or whose float32 products run in TF32."""
+def _changed_profile(name: str, *, limited: bool, tf32: bool, slower: tuple[tuple[str, float], ...] = ()) -> str:
+    """The text of a shipped profile with memory for any plan, whose float32 products run in TF32, or slower."""
     content = yaml.safe_load(profile_text(name)[0])
     if not limited:
         content["device"]["memory_bytes"]["value"] = UNLIMITED_BYTES
     narrow = content["kernels"].get("convolution", {}).get("peak_flops", {})
     if tf32 and "float32" in narrow:
         content["device"]["peak_flops"]["float32"] = dict(narrow["float32"])
+    training = content.get("training", {})
+    for factor, times in slower:
+        training[factor] = {"value": training.get(factor, {}).get("value", 1.0) * times, "source": "assumed: to try"}
     return str(yaml.safe_dump(content))
 
 
@@ -139,20 +146,23 @@ class Planner:
 
 
 def predict_planned(
-    runs: Sequence[TrainingRun], advance: Callable[[int], None] | None = None, cores: int = 0
+    runs: Sequence[TrainingRun],
+    advance: Callable[[int], None] | None = None,
+    cores: int = 0,
+    slower: Mapping[str, float] | None = None,
 ) -> list[Outcome]:
     """A prediction of each run by its pinned plan, or why it has none; `advance` is told how many runs were done.
 
-    ``cores`` processes predict at once; 0: as many as this process may use.
+    ``cores`` processes predict at once; 0: as many as this process may use. ``slower`` is that of `Workplace`.
     """
     cores = cores or available_cores()
-    found = _predictions(runs, cores, advance)
+    found = _predictions(runs, cores, advance, slower)
     again = {
         index: other
         for index, outcome in enumerate(found)
         if isinstance(outcome, RunPrediction) and not outcome.fits and (other := recomputing(runs[index]))
     }
-    for index, outcome in zip(again, _predictions(list(again.values()), cores), strict=True):
+    for index, outcome in zip(again, _predictions(list(again.values()), cores, None, slower), strict=True):
         first = found[index]
         if isinstance(first, RunPrediction) and isinstance(outcome, RunPrediction) and outcome.fits:
             found[index] = replace(
@@ -163,7 +173,10 @@ def predict_planned(
 
 
 def _predictions(
-    runs: Sequence[TrainingRun], cores: int, advance: Callable[[int], None] | None = None
+    runs: Sequence[TrainingRun],
+    cores: int,
+    advance: Callable[[int], None] | None,
+    slower: Mapping[str, float] | None,
 ) -> list[Outcome]:
     pinned = [_pinned(run) for run in runs]
     places: dict[PinnedRun, list[int]] = {}
@@ -173,7 +186,7 @@ def _predictions(
     found: list[Outcome | None] = [None if isinstance(run, PinnedRun) else run for run in pinned]
     if advance is not None:
         advance(sum(outcome is not None for outcome in found))
-    for run, outcome in _predicted(list(places), cores):
+    for run, outcome in _predicted(list(places), cores, slower):
         for index in places[run]:
             found[index] = outcome
         if advance is not None:
@@ -188,7 +201,9 @@ def _pinned(run: TrainingRun) -> PinnedRun | MeshwrightError:
         return error
 
 
-def _predicted(runs: Sequence[PinnedRun], cores: int) -> Iterator[tuple[PinnedRun, Outcome]]:
+def _predicted(
+    runs: Sequence[PinnedRun], cores: int, slower: Mapping[str, float] | None
+) -> Iterator[tuple[PinnedRun, Outcome]]:
     """Runs with their predictions, in any order."""
     groups: dict[tuple[str, ...], list[PinnedRun]] = {}
     for run in runs:
@@ -200,17 +215,17 @@ def _predicted(runs: Sequence[PinnedRun], cores: int) -> Iterator[tuple[PinnedRu
     with tempfile.TemporaryDirectory() as folder:
         if cores == 1 or len(parts) < 2:
             for part in parts:
-                yield from zip(part, _predict_part(part, folder), strict=True)
+                yield from zip(part, _predict_part(part, folder, slower), strict=True)
             return
         # Forked processes could inherit locks of threads that they do not have.
         with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-            waiting = {pool.submit(_predict_part, part, folder): part for part in parts}
+            waiting = {pool.submit(_predict_part, part, folder, slower): part for part in parts}
             for done in as_completed(waiting):
                 yield from zip(waiting[done], done.result(), strict=True)
 
 
-def _predict_part(runs: Sequence[PinnedRun], folder: str) -> list[Outcome]:
-    planner = Planner(Workplace(Path(folder)))
+def _predict_part(runs: Sequence[PinnedRun], folder: str, slower: Mapping[str, float] | None) -> list[Outcome]:
+    planner = Planner(Workplace(Path(folder), slower))
     return [_outcome(planner, run) for run in runs]
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from simulator.hardware import AttentionModel, Hardware
 from simulator.kernels.attention import ATTENTION_KINDS, attention_kernel_time, attention_model
 from simulator.kernels.convolution import convolution_kernel_time
-from simulator.kernels.matmul import matmul_model, matmul_time
-from simulator.program import CONVOLUTIONS, Kernel
+from simulator.kernels.matmul import grouped_matmul_time, matmul_model, matmul_time
+from simulator.program import CONVOLUTIONS, PRODUCTS, Kernel
 
 FloatArray = NDArray[np.float64]
 _BACKWARD = 1.5
@@ -20,7 +20,7 @@ _BACKWARD = 1.5
 
 def has_shape_model(hardware: Hardware, kernel: Kernel) -> bool:
     """Whether the profile says how the time of `kernel` depends on its shape."""
-    if kernel is Kernel.MATMUL:
+    if kernel in PRODUCTS:
         return bool(hardware.matmul_models)
     if kernel in CONVOLUTIONS:
         return bool(hardware.matmul_models) and hardware.convolution_efficiency is not None
@@ -46,6 +46,8 @@ def shaped_time(
         many passes of that shape run: both gradients of a convolution are two, a backward attention is 2.5.
     """
     first, second, third, fourth = shape
+    if kernel is Kernel.GROUPED_MATMUL:
+        return grouped_matmul_time(hardware, dtype, first, second, third, fourth)
     if kernel is Kernel.MATMUL:
         return matmul_time(hardware, dtype, second, third, fourth, first)
     whole = np.maximum(first * second * third * fourth, 1.0)
@@ -72,7 +74,7 @@ def best_rate(hardware: Hardware, kernel: Kernel, dtype: str) -> float:
         models = (_attention(hardware, backward=backward) for backward in (False, True))
         return peak * max(model.compute_efficiency for model in models)
     model = matmul_model(hardware, dtype)
-    if kernel is not Kernel.MATMUL or model is None:
+    if kernel not in PRODUCTS or model is None:
         return peak * hardware.kernels[kernel].compute_efficiency
     loss = min(1.0 + model.tile_loss * 64.0 * (1.0 / rows + 1.0 / columns) for rows, columns in model.tiles)
     factor = max([factor for _, factor in model.utilisation] or [1.0])

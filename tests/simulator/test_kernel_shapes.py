@@ -21,6 +21,7 @@ from simulator.kernels import (
     matmul_time,
     unfused_attention_time,
 )
+from simulator.kernels.shaped import shaped_time
 from simulator.profiles import load_profile
 from simulator.program import Kernel
 
@@ -150,6 +151,10 @@ def test_grouped_products_are_slower_than_one_of_all_rows() -> None:
     grouped = grouped_matmul_time(machine, "bfloat16", 8, 512, 4096, 4096)
     assert float(grouped) > seconds(machine, 8 * 512, 4096, 4096)
     assert float(grouped) == pytest.approx(seconds(machine, 512, 4096, 4096, 8) / 0.8)
+    shape = [np.array([size]) for size in (8.0, 512.0, 4096.0, 4096.0)]
+    nothing = np.zeros(1)
+    planned = shaped_time(machine, Kernel.GROUPED_MATMUL, "bfloat16", shape, nothing, nothing)
+    assert planned == pytest.approx(float(grouped))
 
 
 @given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 8192), st.sampled_from([64, 128, 256]), st.booleans())

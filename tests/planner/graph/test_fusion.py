@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner.cost.work import cast_bytes, traffic_sizes
+from planner.cost.work import cast_bytes, cast_sizes, traffic_sizes
 from planner.graph.folding import fold, unfold
 from planner.graph.fusion import COMPILER, LIBRARY, LOSSES, PRODUCTS, SINGLE, in_memory
 from planner.graph.kernel_shapes import kernel_shape
@@ -168,6 +168,16 @@ def test_a_library_casts_gradients_alone_to_eight_bits() -> None:
         casts[kind] = {node.name: cast_bytes(graph, node, _whole(node)) for node in nodes}
     assert sum(casts[LIBRARY].values()) < 0.4 * sum(casts[""].values())
     assert all(size > 0 for name, size in casts[LIBRARY].items() if "backward" in name)
+
+
+def test_a_compiler_casts_a_tensor_once_and_weights_as_shards() -> None:
+    graph = at_precision(captured("zoo:llama2-7b", COMPILER), "float8_e4m3fn")
+    casts = {node.name: cast_sizes(graph, node) for node in graph.nodes if node.product_dtype}
+    one = 3 * 4096 * 4096
+    for names in (("attention.query", "attention.key", "attention.value"), ("gate", "up"), ("attention.output",)):
+        values, weights = zip(*(casts[f"blocks.0.{name}/mm"] for name in names), strict=True)
+        assert sum(size for _, size in values) == pytest.approx(one)
+        assert all(size == 0 for _, size in weights)
 
 
 def _whole(node: Node) -> list[float]:
