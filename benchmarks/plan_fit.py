@@ -1,11 +1,12 @@
 """Fits what plans of named software take beside the coefficients of its stack: ``plans`` of the software file.
 
-    python -m benchmarks.plan_fit MEASUREMENTS_DIR [--rows N] [--write]
+    python -m benchmarks.plan_fit MEASUREMENTS_DIR [--rows N] [--without LETTERS] [--write]
 
 Runs are predicted by their pinned plans, as they are and with products and kernels bound by memory slower. What each
 prediction owes to both tells which factors bring a stack's runs nearest to their measured times: the most probable
 ones where factors are close to 1, errors are near a normal distribution, and outliers count less (Huber). Of a source
-``--rows`` rows are taken, evenly. Functional tests of tiny networks are left out, as hosts decide about them.
+``--rows`` rows are taken, evenly, and none of the files that begin with one of the letters ``--without``. Functional
+tests of tiny networks are left out, as hosts decide about them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import yaml
 
 from planner.cost.software_file import SHIPPED, SOFTWARE_FOLDER, write_software
 from planner.cost.training_run import RunPrediction, TransformerShape
-from planner.published.calibration_files import PLANS_SOURCE
 from planner.published.estimate.coefficients import stack_key
 from planner.published.planned import predict_planned
 from planner.published.reading import MeasuredRow, read_measurements
@@ -34,13 +34,18 @@ SPREAD = {"matmul": 0.06, "memory": 0.25}
 """How far factors may be expected from 1: products of libraries differ little between kinds of software."""
 NOISE, LARGEST = 0.07, 0.10
 """Of logarithms of predicted over measured times: what is usual, and from where on a row counts less."""
+SOURCE = "fitted: python -m benchmarks.plan_fit MEASUREMENTS_DIR"
 LEAST_ROWS = 8
+LEAST_GAIN = 0.005
+"""By which the mean error of a stack's rows must fall, or the stack keeps what it has."""
 
 
-def measured(folder: Path, most: int) -> list[MeasuredRow]:
-    """Rows of transformers that state a time, at most so many of a source, evenly."""
+def measured(folder: Path, most: int, without: str = "") -> list[MeasuredRow]:
+    """Rows of transformers that state a time, at most so many of a source, evenly, not of files ``without``."""
     found: dict[str, list[MeasuredRow]] = defaultdict(list)
     for path in sorted(folder.glob("*.csv")):
+        if path.name.startswith(tuple(without)):
+            continue
         for row in read_measurements(path):
             run = row.run
             if run is None or row.outcome not in ("", "ok") or not row.measured_time_s > 0:
@@ -67,6 +72,11 @@ def fitted(errors: np.ndarray, owed: np.ndarray, weights: np.ndarray) -> np.ndar
     return found
 
 
+def mean_error(logarithms: pd.Series) -> float:
+    """Mean of how far predicted times are off, as a part of the measured ones."""
+    return float(np.expm1(logarithms).abs().mean())
+
+
 def fit(rows: Sequence[MeasuredRow]) -> tuple[dict[str, dict[str, float]], pd.DataFrame]:
     """Factors by stack, and how far each row is off before and after."""
     base = times(rows, {})
@@ -81,7 +91,10 @@ def fit(rows: Sequence[MeasuredRow]) -> tuple[dict[str, dict[str, float]], pd.Da
             continue
         weights = 1 / np.sqrt(part.groupby("source")["row"].transform("size").to_numpy())
         found = fitted(part["before"].to_numpy(), owed[part.index], weights / weights.mean())
-        table.loc[part.index, "after"] = part["before"] + owed[part.index] @ found
+        after = part["before"] + owed[part.index] @ found
+        if mean_error(after) > mean_error(part["before"]) - LEAST_GAIN:
+            continue
+        table.loc[part.index, "after"] = after
         factors[str(stack)] = {name: float(np.exp(value)) for name, value in zip(SLOWER, found, strict=True)}
     return factors, table
 
@@ -93,8 +106,8 @@ def write(factors: Mapping[str, Mapping[str, float]], table: pd.DataFrame) -> No
     plans = content.setdefault("plans", {})
     for stack, found in factors.items():
         part = table[table["stack"] == stack]
-        error = np.abs(np.expm1(part["after"])).median()
-        source = f"{PLANS_SOURCE}, {len(part)} rows with the stack {stack}, median error {error:.0%}"
+        error = mean_error(part["after"])
+        source = f"{SOURCE}, {len(part)} rows with the stack {stack}, mean error {error:.1%}"
         had = plans.setdefault(stack, {})
         for name, factor in found.items():
             value = float(f"{had.get(name, {}).get('value', 1.0) * factor:.4g}")
@@ -107,9 +120,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=20, help="rows of a source")
+    parser.add_argument("--without", default="", help="letters of files whose rows judge the fit")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    factors, table = fit(measured(options.folder, options.rows))
+    factors, table = fit(measured(options.folder, options.rows, options.without))
     for stack, found in factors.items():
         print(stack, {name: round(value, 3) for name, value in found.items()})
     off = {when: np.expm1(table[when]) * 100 for when in ("before", "after")}
@@ -119,7 +133,7 @@ def main() -> None:
     )  # fmt: skip
     for by in (["stack"], ["stack", "source"]):
         grouped = shown.groupby(by)
-        means = grouped[[column for column in shown if " " in column]].mean().round(1)
+        means = grouped[[column for column in shown if " " in str(column)]].mean().round(1)
         print(means.assign(rows=grouped.size()).to_string())
     if options.write:
         write(factors, table)

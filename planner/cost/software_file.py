@@ -51,7 +51,7 @@ _STACKS = [f"{stack}{kind}" for stack in Stack for kind in ("", "_deterministic"
 _LAYERED = [field.name for field in fields(LayeredParameters) if field.name != "host_s"]
 StackName = Annotated[str, _one_of(_STACKS)]
 Coefficient = Annotated[str, _one_of(STACK_COEFFICIENTS)]
-PlannedFactor = Literal["matmul", "memory"]
+PlannedFactor = Annotated[str, _one_of(["matmul", "memory"])]
 AttentionName = Annotated[str, _one_of([str(kernel) for kernel in AttentionKernel])]
 LayeredDevice = Annotated[str, _one_of(["balance", "planes", "reach", "untuned", "launch", *_LAYERED])]
 LayeredStack = Annotated[str, Field(pattern=rf"^({'|'.join(_LAYERED)}|host_[a-z_]+_s)$")]
@@ -334,6 +334,12 @@ def shipped_software() -> SoftwareFile:
         When the package lacks it.
     """
     return parse_software(_shipped(SHIPPED), f"hw_profiles/{SOFTWARE_FOLDER}/{SHIPPED}")
+
+
+def shipped_plans() -> Mapping[str, Any]:
+    """The section ``plans`` of the software file that comes with the package, with its sources."""
+    section: Mapping[str, Any] = SOFTWARE.yaml(_shipped(SHIPPED), SHIPPED).get("plans", {})
+    return section
 
 
 def write_software(content: Mapping[str, Any], path: Path) -> SoftwareFile:

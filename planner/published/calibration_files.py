@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from planner.cost.layered_parameters import LayeredCoefficients
-from planner.cost.software_file import SHIPPED, SOFTWARE_FOLDER, shipped_software, write_software
+from planner.cost.software_file import SHIPPED, SOFTWARE_FOLDER, shipped_plans, write_software
 from planner.cost.stacks import family_of
 from planner.published.calibrating import INSIDE, Calibration, rows_by_device, rows_by_stack
 from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS
@@ -19,7 +19,6 @@ from simulator.profiles import check_profile
 from simulator.whole_file import write_whole
 
 COMMAND = "meshwright calibrate --from-measurements"
-PLANS_SOURCE = "fitted: python -m benchmarks.plan_fit MEASUREMENTS_DIR"
 _DIGITS = 4
 
 
@@ -50,7 +49,6 @@ def software_content(calibration: Calibration) -> dict[str, object]:
     """The software file as plain data."""
     found = calibration.software
     by_stack, every = rows_by_stack(calibration), calibration.residuals
-    plans = shipped_software().coefficients.plans
 
     def sourced(values: Mapping[str, float], source: str) -> dict[str, object]:
         return {name: {"value": _rounded(value), "source": source} for name, value in values.items()}
@@ -64,7 +62,7 @@ def software_content(calibration: Calibration) -> dict[str, object]:
             for stack, values in found.coefficients.stacks.items()
         },
         "attention": sourced(found.coefficients.attention, attention),
-        "plans": {stack: sourced(factors, PLANS_SOURCE) for stack, factors in plans.items()},
+        "plans": shipped_plans(),
         "layered": {"source": _source(every, "of networks described layer by layer"), **_layered(found.layered)},
         "intervals": [
             {

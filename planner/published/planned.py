@@ -91,7 +91,10 @@ def _changed_profile(name: str, *, limited: bool, tf32: bool, slower: tuple[tupl
         content["device"]["peak_flops"]["float32"] = dict(narrow["float32"])
     training = content.get("training", {})
     for factor, times in slower:
-        training[factor] = {"value": training.get(factor, {}).get("value", 1.0) * times, "source": "assumed: to try"}
+        training[factor] = {
+            "value": training.get(factor, {}).get("value", 1.0) * times,
+            "source": "assumed: a trial value of a fit",
+        }
     return str(yaml.safe_dump(content))
 
 

@@ -121,8 +121,10 @@ def test_every_software_has_what_its_stack_was_fitted_to(name: str) -> None:
     assert found.overlaps_communication == known.overlaps
     assert send_stall(found) == (own["pipeline_exposed"] if known.overlaps else 0.0)
     assert found.hash != DGX.hash
+    beside = shipped_software().coefficients.plans.get(known.stack, {})
     for kernels, factor in factors_of(own).items():
-        assert found.training[f"planned_{kernels}"] == pytest.approx(DGX.training.get(kernels, 1.0) * factor)
+        times = DGX.training.get(kernels, 1.0) * factor * beside.get(kernels, 1.0)
+        assert found.training[f"planned_{kernels}"] == pytest.approx(times)
 
 
 def test_whole_graphs_on_ascend_have_no_launches_of_a_host() -> None:

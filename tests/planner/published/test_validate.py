@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import hw_profiles
 import planner.cli.validate
 from planner.cli.app import app
-from planner.cost.software_file import parse_software
+from planner.cost.software_file import parse_software, shipped_software
 from planner.cost.training_run import RunPrediction, TrainingRun
 from planner.published.calibrating import calibrate_steps
 from planner.published.calibration_files import write_calibration
@@ -216,6 +216,7 @@ def test_calibration_writes_software_and_profiles(tmp_path: Path) -> None:
     assert {name: dict(values) for name, values in software.coefficients.stacks.items()} == {
         name: pytest.approx(dict(values), rel=1e-3) for name, values in found.stacks.items()
     }
+    assert software.coefficients.plans == shipped_software().coefficients.plans
     hardware = check_profile(str(written[1]))
     fitted = {name: value for name, value in hardware.training.items() if not name.startswith("planned_")}
     assert fitted == pytest.approx(dict(found.devices["ampere"]), rel=1e-3)
