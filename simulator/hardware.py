@@ -248,7 +248,7 @@ class Hardware:
     multiprocessors: int = 1
     matmul_models: Mapping[str, MatmulModel] = field(default_factory=dict)
     sustained_matmul_speed: float = 1.0
-    grouped_matmul_efficiency: float = 1.0
+    grouped_matmul_rows: float = 0.0
     convolution_efficiency: float | None = None
     grouped_convolution_efficiency: float | None = None
     attention_models: Mapping[str, AttentionPasses] = field(default_factory=dict)

@@ -68,7 +68,7 @@ class OperatorsPart(Part):
 
     matmul: Annotated[dict[Dtype, MatmulPart], Field(min_length=1)]
     sustained_matmul_speed: Sourced[Fraction] | None = None
-    grouped_matmul_efficiency: Sourced[Fraction] | None = None
+    grouped_matmul_rows: Sourced[NonNegative] | None = None
     convolution_efficiency: Sourced[Fraction] | None = None
     grouped_convolution_efficiency: Sourced[Fraction] | None = None
     attention: dict[Literal["flash", "flash2", "vendor"], AttentionPart] = Field(default_factory=dict)
@@ -86,7 +86,7 @@ class OperatorModels(TypedDict):
 
     matmul_models: dict[str, MatmulModel]
     sustained_matmul_speed: float
-    grouped_matmul_efficiency: float
+    grouped_matmul_rows: float
     convolution_efficiency: float | None
     grouped_convolution_efficiency: float | None
     attention_models: dict[str, AttentionPasses]
@@ -98,17 +98,17 @@ def operator_models(part: OperatorsPart | None) -> OperatorModels:
         return OperatorModels(
             matmul_models={},
             sustained_matmul_speed=1.0,
-            grouped_matmul_efficiency=1.0,
+            grouped_matmul_rows=0.0,
             convolution_efficiency=None,
             grouped_convolution_efficiency=None,
             attention_models={},
         )
-    sustained, grouped = part.sustained_matmul_speed, part.grouped_matmul_efficiency
+    sustained, grouped = part.sustained_matmul_speed, part.grouped_matmul_rows
     convolution, direct = part.convolution_efficiency, part.grouped_convolution_efficiency
     return OperatorModels(
         matmul_models={dtype: _matmul(model) for dtype, model in part.matmul.items()},
         sustained_matmul_speed=sustained.value if sustained else 1.0,
-        grouped_matmul_efficiency=grouped.value if grouped else 1.0,
+        grouped_matmul_rows=grouped.value if grouped else 0.0,
         convolution_efficiency=convolution.value if convolution else None,
         grouped_convolution_efficiency=direct.value if direct else None,
         attention_models={

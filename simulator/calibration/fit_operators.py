@@ -30,6 +30,7 @@ from simulator.calibration.fit_shapes import (
     fit_convolution,
     fit_matmul,
     fit_part,
+    fit_rows_of_groups,
     image_rates,
     inference_attention_rows,
     matmul_rows,
@@ -105,7 +106,7 @@ def _base(folder: Path, profile: str) -> OperatorFits:
     """Fields of one profile, its own and those of its nearest devices, convolutions apart."""
     rows, own = rows_of(profile), _own(folder, profile)
     fields = dict(own.fields)
-    for kind in ("matmul", "sustained_matmul_speed", "grouped_matmul_efficiency"):
+    for kind in ("matmul", "sustained_matmul_speed", "grouped_matmul_rows"):
         _inherit(folder, rows, fields, f"operators.{kind}")
     _complete_attention(folder, rows, fields)
     return OperatorFits(fields=fields, fits=own.fits)
@@ -208,11 +209,11 @@ def _products(folder: Path, rows: Rows, hardware: Hardware, fits: OperatorFits) 
             what = f"large 16-bit products timed under lasting load on {place}"
             fit = fit_part("sustained matmul speed", what, ratios)
             fits.add(fit, "operators.sustained_matmul_speed", {"value": fit.numbers["part"]})
-        grouped = product_ratios(hardware, product_rows(folder, place, "group_matmul")) - np.median(ratios)
+        grouped = product_rows(folder, place, "group_matmul")
         what = f"grouped 16-bit products of experts, forward and backward, on {place}"
-        fit = fit_part("grouped matmul", what, grouped)
+        fit = fit_rows_of_groups(what, grouped, product_ratios(hardware, grouped) - np.median(ratios))
         note = "beside plain products of the same source"
-        fits.add(fit, "operators.grouped_matmul_efficiency", {"value": fit.numbers["part"]}, note)
+        fits.add(fit, "operators.grouped_matmul_rows", {"value": fit.numbers["rows"]}, note)
     return hardware
 
 

@@ -60,9 +60,13 @@ def grouped_matmul_time(
 ) -> FloatArray:
     """Seconds of `groups` products of one shape in one kernel, `m` rows each: the experts of a layer.
 
-    Grouped kernels reach ``grouped_matmul_efficiency`` of the rate of a batched product of the same shape.
+    Grouped kernels reach half the rate of a batched product of the same shape where a group has
+    ``grouped_matmul_rows`` rows, all of it with many. Rows are the tokens of an expert, which are the depth of the
+    gradient of its weights. A single group is a plain product.
     """
-    return np.asarray(matmul_time(hardware, dtype, m, n, k, groups) / hardware.grouped_matmul_efficiency)
+    batched = matmul_time(hardware, dtype, m, n, k, groups)
+    tokens = np.maximum(np.minimum(np.asarray(m, dtype=np.float64), np.asarray(k, dtype=np.float64)), 1.0)
+    return np.where(np.asarray(groups) > 1, batched * (1.0 + hardware.grouped_matmul_rows / tokens), batched)
 
 
 def matmul_model(hardware: Hardware, dtype: str) -> MatmulModel | None:
