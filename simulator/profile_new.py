@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from simulator.errors import ProfileError
+from simulator.input_file import FileKind
 from simulator.shipped_profiles import BASE, shipped_names, shipped_text, with_base
 
 REACHED = 0.95
@@ -28,6 +29,7 @@ SHORT: Mapping[str, str] = {
     for key in ("nodes.network", "nodes.nics", "nodes.links", "device.memory", "device.bandwidth", "device.power")
 }
 """The same keys without what they belong to, where one word tells them apart: ``network`` is ``nodes.network``."""
+_SETTING = FileKind(name="--set", remedy="write a value of the kind that the base has", error=ProfileError)
 _QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?\d+)?) *([a-zA-Zµ]*?)(/s|(?<=b)ps)?", re.IGNORECASE)
 _SCALES: Mapping[str, float] = {
     "": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9,
@@ -47,14 +49,17 @@ def quantity(text: str) -> float:
     >>> quantity("100Gb"), quantity("96GiB"), quantity("989.4TFLOPS"), quantity("3.2TB/s")
     (12500000000.0, 103079215104.0, 989400000000000.0, 3200000000000.0)
     """
-    found = _QUANTITY.fullmatch(text.strip())
-    number, word = (found[1], found[2]) if found else ("", "")
+    parts = _QUANTITY.fullmatch(text.strip())
+    number, word = (parts[1], parts[2]) if parts else ("", "")
     for unit, size in sorted(_UNITS.items(), key=lambda item: -len(item[0])):
         if word.endswith(unit) and word.removesuffix(unit) in _SCALES:
             try:
-                return float(number) * _SCALES[word.removesuffix(unit)] * size
+                found = float(number) * _SCALES[word.removesuffix(unit)] * size
             except ValueError:
                 break
+            if math.isfinite(found):
+                return found
+            break
     raise ProfileError(f"{text!r} is no number with a unit; write for example 100Gb, 96GiB, 3.2TB/s, 989TFLOPS or 8")
 
 
@@ -157,10 +162,8 @@ def _set(found: dict[str, Any], known: Mapping[str, Any], path: str, value: Any,
 
 def _like(was: Any, value: Any, said: str) -> Any:
     """A value of the type that the base has."""
-    if isinstance(was, bool | str):
-        return yaml.safe_load(str(value))
-    if isinstance(was, list) and isinstance(value, str):
-        return yaml.safe_load(value)
+    if isinstance(was, bool | str | list) and isinstance(value, str):
+        return _SETTING.yaml(value, said)
     if isinstance(was, int) and isinstance(value, float):
         if value != int(value):
             raise ProfileError(f"--set {said}: it must be a whole number")

@@ -108,7 +108,7 @@ def software_named(text: str) -> Software:
 def _value(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -10,11 +10,10 @@ import torch
 
 from simulator.calibration.allocations import recorded_growth
 from simulator.calibration.npu import load_npu
+from simulator.machine_memory import free_memory as free_on_host
+from simulator.machine_memory import status
 
-STATUS = Path("/proc/self/status")
 CLEAR_REFERENCES = Path("/proc/self/clear_refs")
-MEMORY = Path("/proc/meminfo")
-GROUP = Path("/sys/fs/cgroup")
 RESET_PEAK = "5"
 
 
@@ -29,7 +28,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._recorded = 0
-        self._resident_before = _status("VmRSS")
+        self._resident_before = status("VmRSS")
         self._allocated_before = 0
         if device.type != "cpu":
             self._allocated_before = int(getattr(torch, device.type).memory_allocated(device))
@@ -52,7 +51,7 @@ class PeakMemory:
     def peak_bytes(self) -> int:
         """Peak of tensors, in bytes; resident growth where nothing was recorded."""
         if self._device.type == "cpu":
-            return self._recorded or max(0, _status("VmHWM") - self._resident_before)
+            return self._recorded or max(0, status("VmHWM") - self._resident_before)
         return int(getattr(torch, self._device.type).max_memory_allocated(self._device)) - self._allocated_before
 
     @property
@@ -68,8 +67,7 @@ def free_memory(device_type: str, local_rank: int) -> int | None:
     if device_type != "cpu":
         module = getattr(torch, device_type)
         return int(module.mem_get_info(local_rank)[0]) if hasattr(module, "mem_get_info") else None
-    found = [bound for bound in (_available(), _left_in_group()) if bound is not None]
-    return min(found, default=None)
+    return free_on_host()
 
 
 def least_free_memory(device_type: str, devices: int) -> int | None:
@@ -78,31 +76,3 @@ def least_free_memory(device_type: str, devices: int) -> int | None:
         load_npu()
     found = [free_memory(device_type, number) for number in range(devices)]
     return min((free for free in found if free is not None), default=None)
-
-
-def _available() -> int | None:
-    try:
-        lines = MEMORY.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _left_in_group() -> int | None:
-    """What the limit of this process's control group leaves; file cache does not count as used."""
-    try:
-        limit, used = (GROUP / "memory.max").read_text(), int((GROUP / "memory.current").read_text())
-        lines = (GROUP / "memory.stat").read_text().splitlines()
-        cache = next((int(line.split()[1]) for line in lines if line.startswith("file ")), 0)
-        return max(0, int(limit) - used + cache)
-    except (OSError, ValueError):  # no such group, or no limit
-        return None
-
-
-def _status(field: str) -> int:
-    """Read a field of the process status in bytes; 0 where the system has none."""
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from simulator.calibration.process import end_with_parent
 from simulator.errors import MeshwrightError, NetworkError
+from simulator.machine_memory import bound_memory
 
 Result = TypeVar("Result")
 
@@ -90,6 +91,7 @@ def _run(name: str, work: Callable[[], Any], sending: Connection) -> None:
     outcome: tuple[Any, BaseException | None]
     try:
         _one_thread()
+        bound_memory()
         outcome = work(), None
     except _NoAutogradError as error:
         outcome = None, error

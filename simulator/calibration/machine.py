@@ -14,6 +14,7 @@ from simulator.calibration.npu import load_npu
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Caches
+from simulator.machine_memory import free_memory
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 SMALLEST_CPU_MAXIMUM = 8
@@ -21,6 +22,8 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 USUAL_CACHES = Caches(own_bytes=1 << 20, shared_bytes=31 << 20)
 """Of a processor that does not say."""
 MOST_BEYOND_CACHES = 1 << 29
+UNKNOWN_MEMORY = 4 << 30
+"""Bytes that count as free where the system does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ def find_machine(device_type: str, processes: int) -> Machine:
             backend=BACKENDS["cpu"],
             device_name=f"one process on {available_cores()} cores of {_cpu_model()}",
             devices=devices,
-            memory_bytes=_available_memory() // devices,
+            memory_bytes=(free_memory() or UNKNOWN_MEMORY) // devices,
             caches=processor_caches(),
         )
     devices = count_devices(device_type)
@@ -107,11 +110,3 @@ def _cpu_model() -> str:
         lines = []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.machine() or "an unknown CPU")
-
-
-def _available_memory() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 4 * 2**30
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

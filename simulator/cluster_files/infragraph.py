@@ -8,6 +8,7 @@ of a file count as what messages reach.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -28,6 +29,8 @@ INFRAGRAPH = FileKind(
 )
 RATES: Mapping[str, float] = {"giga_bytes_per_second": 1e9, "giga_bits_per_second": 1e9 / 8}
 """Bytes/s of each unit of ``bandwidth``."""
+MOST = 65_536
+"""The largest count of components or instances."""
 _TYPES: Mapping[str, str] = {"device": "xpu", "switch": "switch", "host": "cpu", "nic": "nic"}
 
 
@@ -152,11 +155,18 @@ def _host(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
     found = [device for device in raw["devices"] if _components(device, "xpu")]
     if len(found) != 1:
         raise ValueError(f"{len(found)} devices have components of type xpu, and one is simulated")
-    return found[0], sum(item["count"] for item in raw["instances"] if item["device"] == found[0]["name"])
+    return found[0], sum(_count(item) for item in raw["instances"] if item["device"] == found[0]["name"])
 
 
 def _components(device: Mapping[str, Any], kind: str) -> dict[str, int]:
-    return {item["name"]: int(item["count"]) for item in device.get("components", []) if item.get("type") == kind}
+    return {item["name"]: _count(item) for item in device.get("components", []) if item.get("type") == kind}
+
+
+def _count(item: Mapping[str, Any]) -> int:
+    count = item["count"]
+    if not isinstance(count, int) or not 1 <= count <= MOST:
+        raise ValueError(f"{item['name']} has count {count!r}; give a whole number from 1 to {MOST}")
+    return count
 
 
 def _rates(links: Any) -> dict[str, float]:
@@ -166,7 +176,10 @@ def _rates(links: Any) -> dict[str, float]:
         unit = link["bandwidth"]["choice"]
         if unit not in RATES:
             raise ValueError(f"link {link['name']} has bandwidth in {unit}; use {' or '.join(RATES)}")
-        found[link["name"]] = float(link["bandwidth"][unit]) * RATES[unit]
+        rate = float(link["bandwidth"][unit]) * RATES[unit]
+        if not 0 < rate < math.inf:
+            raise ValueError(f"link {link['name']} has bandwidth {link['bandwidth'][unit]}; give a number above 0")
+        found[link["name"]] = rate
     return found
 
 

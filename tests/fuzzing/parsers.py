@@ -17,7 +17,11 @@ import yaml
 
 import planner.networks.hugging_face_modules  # noqa: F401 the first import of transformers takes seconds
 from planner.cli.config import PlanSettings, with_config
+from planner.cost.software import software_named
 from planner.cost.software_file import parse_software
+from planner.exchange.checking import read_file
+from planner.exchange.formats import rounded
+from planner.exchange.registry import FORMATS
 from planner.execution.checkpoints.record import RECORD, CheckpointRecord, read_record
 from planner.execution.data.formats import read_idx
 from planner.execution.data.token_files import read_tokens
@@ -30,11 +34,15 @@ from planner.published.measurement_file import read_rows
 from planner.what_if.journal import read as read_journal
 from simulator.calibration.from_run import correct_profile, read_run
 from simulator.calibration.measurement_files import read_measurements
+from simulator.cluster_files import infragraph
 from simulator.hardware import describe
-from simulator.profiles import check_profile, load_cluster, load_profile
+from simulator.profile_new import new_profile
+from simulator.profiles import check_profile, load_cluster, load_profile, write_profile
 from simulator.schedules import format_schedule_csv, make_schedule, parse_schedule_csv
 from tests.measurements import write_measurements
+from tests.planner.exchange.training_configs import usual
 from tests.results import make_plan
+from tests.simulator.test_rank_table import old, ranked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +151,42 @@ def _profile_read(path: Path) -> object:
     return describe(check_profile(str(path)))
 
 
+def _words(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+
+
+def _new_profile(path: Path) -> object:
+    name, base, *settings = [*_words(path), "", ""]
+    return write_profile(new_profile(name, base, [s for s in settings if s]), path.with_name("new.yaml"))
+
+
+def _exchange(name: str) -> Parser:
+    """Files of a format are read, by its name and recognised, and their rules checked."""
+    form = FORMATS[name]
+
+    def read(path: Path) -> object:
+        return form.violations(read_file(path, name)[1].config)
+
+    def seeds() -> list[bytes]:
+        """One stage, a pipeline and experts; those in YAML as JSON as well, whose values are mutated one by one."""
+        one = usual(pp=1, schedule="none", overlap_gradients=False, overlap_parameters=False, devices=16)
+        even = {"ep": 4, "layers": (9, 8, 8, 7), "recompute": "mixed"}
+        modes = ("full",) * 8 + ("none",) * 24
+        found = list[bytes]()
+        for config in (usual(), one, usual(**even, recompute_layers=modes)):
+            text = form.write(rounded(config, form.table)).text
+            found.append(text.encode())
+            if form.suffix in (".yaml", ".yml"):
+                found.append(json.dumps(yaml.safe_load(text)).encode())
+        return found
+
+    return Parser(read=read, seeds=seeds, file=f"input{form.suffix}")
+
+
+def _infragraphs() -> list[bytes]:
+    return [json.dumps(infragraph(load_profile(name), 16)).encode() for name in ("dgx-a100", "ascend910b-atlas800t-a2")]
+
+
 def _adapters(path: Path) -> object:
     path.with_name("config.json").write_text(json.dumps(GPT2), encoding="utf-8")
     return load_network(f"hf:{path}")
@@ -182,8 +226,11 @@ PARSERS: dict[str, Parser] = {
     "profile": Parser(read=_profile_read, seeds=_profile_seeds),
     "cluster": Parser(read=lambda path: load_cluster(str(path)), seeds=_json(CLUSTER)),
     "rank table": Parser(
-        read=lambda path: load_profile(f"ascend910b-atlas800t-a2@{path}"), seeds=_json(RANKS), file="ranks.json"
+        read=lambda path: load_profile(f"ascend910b-atlas800t-a2@{path}"),
+        seeds=lambda: _json(RANKS, ranked(2, 8), old(list(range(8))))(),
+        file="ranks.json",
     ),
+    "infragraph": Parser(read=lambda path: load_profile(f"dgx-h100@{path}"), seeds=_infragraphs, file="graph.json"),
     "matrix": Parser(read=lambda path: load_profile(f"dgx-a100@{path}"), seeds=_text(MATRIX), file="matrix.txt"),
     "software": Parser(read=lambda path: parse_software(path.read_text(errors="replace"), "s"), seeds=_software_seeds),
     "config": Parser(read=lambda path: with_config(PlanSettings(), path), seeds=_json(CONFIG, MINDFORMERS)),
@@ -208,6 +255,18 @@ PARSERS: dict[str, Parser] = {
     "pins": Parser(
         read=_pins, seeds=_text("tp=2\norder=pp-dp-tp", "recompute=full\nschedule=1f1b\npp=2\nstage_layers=4-4")
     ),
+    "software setting": Parser(
+        read=lambda path: [software_named(word) for word in _words(path)],
+        seeds=_text("megatron:overlaps=false,deterministic=true", "megatron_core:loss_chunks=4"),
+    ),
+    "new profile": Parser(
+        read=_new_profile,
+        seeds=_text(
+            "mine\ndgx-h100\nnodes.network=100Gb\nnodes.devices=4\nnodes.nics=2",
+            "mine\ndgx-a100\ndevice.memory=96GiB\ndevice.power=500W\ntopology.levels.1.latency_s=5us",
+        ),
+    ),
+    **{f"exchange {name}": _exchange(name) for name in FORMATS},
     "rules": Parser(read=_rules, seeds=_text("S(0), R -> S(0)", "S(0), R -> S(0), R; reduces 128", "S(1)\nP\nR")),
 }
 

@@ -28,6 +28,9 @@ def test_what_is_written_is_read_again(name: str, suffix: str, tmp_path: Path) -
     assert found.levels[0].reduction_bandwidth_bytes_per_s == profile.levels[0].reduction_bandwidth_bytes_per_s
 
 
+RATE = "giga_bits_per_second"
+
+
 def cluster() -> dict[str, Any]:
     """Two hosts of four accelerators behind a switch, with two ports each."""
     return {
@@ -73,6 +76,10 @@ def test_a_file_of_others_becomes_hardware(tmp_path: Path) -> None:
         ({"instances": None}, "is no InfraGraph"),
         ({"connections": ["host.0.nic"]}, "is no InfraGraph"),
         ({"links": [{"name": "eth", "bandwidth": {"choice": "furlongs"}}]}, "bandwidth in furlongs"),
+        ({"instances": [{"name": "host", "device": "server", "count": 0}]}, "host has count 0; give a whole number"),
+        ({"instances": [{"name": "host", "device": "server", "count": 10**9}]}, "host has count 1000000000"),
+        ({"links": [{"name": "eth", "bandwidth": {"choice": RATE, RATE: 0}}]}, "bandwidth 0; give a number above 0"),
+        ({"links": [{"name": "eth", "bandwidth": {"choice": RATE, RATE: 1e400}}]}, "bandwidth inf"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:

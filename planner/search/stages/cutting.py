@@ -12,6 +12,8 @@ from planner.search.stages.segments import BoolArray, Segments, Window
 
 _START = np.array([0.0, np.inf])
 """Sums before the first chunk."""
+_MANY = 100_000
+"""Sums behind one chunk from which on the compiled loop is worth loading."""
 
 
 def cut(segments: Segments, costs: FloatArray, which: Sequence[int]) -> list[int] | None:
@@ -42,10 +44,15 @@ def cut(segments: Segments, costs: FloatArray, which: Sequence[int]) -> list[int
 
 def _behind(before: FloatArray, costs: FloatArray, window: Window) -> FloatArray:
     """(places + 1, …) least sums behind a chunk from those before it and costs (groups, …); the last is no place."""
+    behind = np.empty((window.source.shape[1] + 1, *before.shape[1:]))
+    behind[-1] = np.inf
+    if before.ndim == 2 and window.source.size * before.shape[1] >= _MANY:
+        from planner.search.stages.compiled import least_sums
+
+        least_sums(before, np.ascontiguousarray(costs), window.source, window.group, behind[:-1])
+        return behind
     sums = before.take(window.source, axis=0)
     sums += costs.take(window.group, axis=0)
-    behind = np.empty((sums.shape[1] + 1, *sums.shape[2:]))
-    behind[-1] = np.inf
     sums.min(axis=0, out=behind[:-1])
     return behind
 

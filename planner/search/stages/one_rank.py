@@ -33,6 +33,8 @@ from planner.search.stages.task import PartitionTask
 
 BEAMS = (16, 64, 256)
 """Ways through the first units that are kept in a boundary state, one try after the other."""
+LONG = 256
+"""A longer chain is followed only with as few ways as take no more work than the most ways of one of this length."""
 CLOSE = 1e-9
 """Relative difference to the best choice from which on a way is not followed."""
 
@@ -42,7 +44,8 @@ def choose(
 ) -> tuple[IntArray | None, float]:
     """The best way of every unit of a task of one piece, (units,) numbers in its kind, and a bound on all others.
 
-    At last `width` ways through the first units are kept in a boundary state, where `BEAMS` leave something open.
+    At last `width` ways through the first units are kept in a boundary state, where `BEAMS` leave something open; fewer
+    on chains longer than `LONG`, of which something may stay open.
 
     The bound is the seconds of the best unless every try left out more than it may. Without a way that fits the bound
     is infinite where there is none. Of what takes `enough_s` and more some choice will do, and the bound is no more.
@@ -50,6 +53,8 @@ def choose(
     """
     kinds = _kinds(task)
     beams = (*BEAMS, *((width,) if width > BEAMS[-1] else ()))
+    if task.units > LONG:
+        beams = tuple(beam for beam in BEAMS if beam * task.units <= BEAMS[-1] * LONG) or BEAMS[:1]
     peaks = np.unique(np.concatenate([kind.peak for kind in kinds]))
     peaks = peaks[(peaks >= max(float(kind.peak.min()) for kind in kinds)) & (peaks <= task.limit_bytes)]
     best: Choice | None = None

@@ -1,7 +1,7 @@
 import torch
 
-from planner.execution import memory as memory_module
 from planner.execution.memory import PeakMemory, free_memory
+from simulator import machine_memory
 from simulator.calibration.allocations import peak_growth
 
 CPU = torch.device("cpu")
@@ -33,8 +33,8 @@ def test_without_a_record_the_growth_of_resident_memory_stands_in():
 
 
 def test_a_container_leaves_less_than_the_machine_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_module, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(memory_module, "GROUP", tmp_path)
+    monkeypatch.setattr(machine_memory, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(machine_memory, "GROUP", tmp_path)
     assert free_memory("cpu", 0) is None
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
     assert free_memory("cpu", 0) == 4000 * 1024

@@ -17,6 +17,7 @@ from torch import nn
 from planner.networks import child, load_network
 from planner.networks.child import LIMIT, in_child
 from simulator.errors import InputError, NetworkError
+from simulator.machine_memory import free_memory
 from tests.planner.execution.processes import alive
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
@@ -61,6 +62,16 @@ def test_what_ends_it_is_told(work, words):
         words = r"its code (closes the connection|ends the process)"
     with pytest.raises(NetworkError, match=rf"network 'py:a:b': .*{words}"):
         in_child("py:a:b", work)
+
+
+def test_a_module_larger_than_the_memory_is_an_error_before_it_is_filled():
+    gigabytes = 2 * (free_memory() or 2**40) // 2**30 + 8
+
+    def make():
+        return len([torch.empty(2**30, dtype=torch.uint8) for _ in range(gigabytes)])  # pages are never touched
+
+    with pytest.raises(NetworkError, match="py:a:b.*memory"):
+        in_child("py:a:b", make)
 
 
 def test_its_own_errors_come_as_they_are():

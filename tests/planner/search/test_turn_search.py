@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.search.stages import cutting
 from planner.search.stages.cutting import cut, cut_turns
 from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import ACTIVATION, FILL, RESIDENT, STEADY, Fragments
@@ -36,6 +38,21 @@ def chain(head: tuple[float, float], *block: tuple[float, float], chunks: int, l
         sends_s=np.zeros((BLOCKS + 1, 1)), fill_sends=1.0, steady_sends=2.0, ranks=2, chunks=chunks,
         rank_of=np.tile(np.arange(2), chunks), in_flight=np.tile([2.0, 1.0], chunks), limit_bytes=limit_bytes,
     )  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(tasks(chunks=2), st.integers(0, 2**32 - 1))
+def test_the_compiled_loop_picks_the_same_rows(task: PartitionTask, seed: int) -> None:
+    segments = Segments(task, np.inf, 100)
+    assume(segments.groups)
+    random = np.random.default_rng(seed)
+    tables = random.choice([0.0, 1.0, 2.0, 3.0, np.inf], size=(2, 2, 3, len(segments.values)))
+    which, turns = random.integers(0, 2, task.pieces).tolist(), random.random((task.chunks, 2, 3))
+    found = []
+    for many in (0, 10**9):
+        with patch.object(cutting, "_MANY", many):
+            found.append(cut_turns(segments, tables, which, turns))
+    assert found[0] == found[1]
 
 
 @settings(max_examples=40)
