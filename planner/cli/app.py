@@ -22,6 +22,7 @@ from planner.cli.export import export
 from planner.cli.networks import networks
 from planner.cli.plan import plan
 from planner.cli.profiles import profiles
+from planner.cli.serve import serve
 from planner.cli.simulate import simulate
 from planner.cli.software import software
 from planner.cli.terminal import DEBUG_KEY, DOCUMENTS
@@ -147,7 +148,7 @@ def meshwright(
     """
 
 
-for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export, check, budget, explain):
+for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export, check, budget, explain, serve):
     app.command()(command)
 app.add_typer(profiles, name="profiles")
 app.add_typer(software, name="software")
