@@ -284,8 +284,8 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
         return hardware
     known = software_named(software)
     coefficients, stack = shipped_software().coefficients, known.stack
-    stacks, beside = coefficients.stacks, coefficients.plans.get(stack, {})
     kind = "_deterministic" if known.deterministic else ""
+    stacks, beside = coefficients.stacks, coefficients.plans.get(f"{stack}{kind}", {})
     on_ascend = family_of(hardware.device_name).startswith("ascend")
     own = stacks.get(f"{stack}_gpu" if stack is Stack.MINDSPORE and not on_ascend else f"{stack}{kind}", {})
     training = dict(hardware.training)
