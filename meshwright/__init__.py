@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from meshwright.checks import CheckResult, check
     from meshwright.plans import Explanation, PinOptions, PlanResult, TrainingPlan, load, plan
     from meshwright.profiles import calibrate, profile
-    from meshwright.sweeps import WhatIfResult, what_if
+    from meshwright.sweeps import BudgetResult, WhatIfResult, budget, what_if
     from planner.exchange.pytorch import apply
     from planner.planning.prediction import Prediction
     from simulator.errors import ExecutionError, InfeasibleError, InputError, MeshwrightError
     from simulator.hardware import Hardware
 
 __all__ = [
+    "BudgetResult",
     "CheckResult",
     "ExecutionError",
     "Explanation",
@@ -39,6 +40,7 @@ __all__ = [
     "TrainingPlan",
     "WhatIfResult",
     "apply",
+    "budget",
     "calibrate",
     "check",
     "load",
@@ -51,7 +53,7 @@ _MODULES = {
     **dict.fromkeys(("CheckResult", "check"), "meshwright.checks"),
     **dict.fromkeys(("ExecutionError", "InfeasibleError", "InputError", "MeshwrightError"), "simulator.errors"),
     **dict.fromkeys(("Explanation", "PinOptions", "PlanResult", "TrainingPlan", "load", "plan"), "meshwright.plans"),
-    **dict.fromkeys(("WhatIfResult", "what_if"), "meshwright.sweeps"),
+    **dict.fromkeys(("BudgetResult", "WhatIfResult", "budget", "what_if"), "meshwright.sweeps"),
     "Hardware": "simulator.hardware",
     "Prediction": "planner.planning.prediction",
     "apply": "planner.exchange.pytorch",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.plans import HardwareLike, PinOptions, TrainingPlan, html_table, pin_texts, profile_of
 from planner.planning import summary
+from planner.what_if.budget import BudgetRow
 from planner.what_if.options import WhatIfOptions, batch_rule
 from planner.what_if.rows import WhatIfRow, row_document
 from planner.what_if.sweep import what_if as swept
@@ -169,3 +170,120 @@ def what_if(
     return WhatIfResult(
         network=options.network, batch_rule=batch_rule(options)[0], found=swept(options, jobs=jobs, cluster=cluster)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetResult:
+    """What a training needs on each cluster; the first row is the answer where ``meets`` says so.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> found = mw.budget("zoo:gpt2", "dgx-h100", tokens=1e9, devices=8, global_batch=64, price={"dgx-h100": 2.5})
+    >>> found.best.devices, found.best.cost > 0
+    (8, True)
+    """
+
+    network: str
+    found: tuple[BudgetRow, ...] = field(repr=False)
+
+    @property
+    def best(self) -> BudgetRow:
+        """The cheapest cluster that meets the limits, or the one with the fewest devices where prices are unknown."""
+        return self.found[0]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one document for each cluster, as ``meshwright budget --json`` prints them."""
+        return [row.document() for row in self.found]
+
+    def __repr__(self) -> str:
+        return f"{self.network}\n{summary.plain_text_table(*self._table())}"
+
+    def _repr_html_(self) -> str:
+        return html_table(html.escape(self.network), *self._table())
+
+    def _table(self) -> tuple[list[summary.Column], list[tuple[str, ...]]]:
+        names = ("hardware", "devices", "days", "cost", "energy,\nkWh", "goodput", "plan")
+        rows: list[tuple[str, ...]] = [
+            (
+                row.hardware,
+                str(row.devices),
+                f"{row.days:.3g}",
+                "" if row.cost is None else f"{row.cost:,.0f}",
+                "" if row.energy_kwh is None else f"{row.energy_kwh:,.0f}",
+                percent_text(row.goodput),
+                summary.degrees_text(row.candidate.plan),
+            )
+            for row in self.found
+        ]
+        return [(name, name not in ("hardware", "plan")) for name in names], rows
+
+
+def budget(
+    network: NetworkLike,
+    hardware: HardwareLike | Sequence[HardwareLike],
+    *,
+    tokens: float | None = None,
+    within_days: float | None = None,
+    devices: int | None = None,
+    price: Mapping[str, float] | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    software: str | None = None,
+    memory_headroom: float = 0.0,
+    pins: Mapping[str, PinValue] | None = None,
+    **pinned: Unpack[PinOptions],
+) -> BudgetResult:
+    """Find how many devices a training needs, how long it takes and what it costs.
+
+    Parameters
+    ----------
+    network
+        A language network: a specification, a configuration or model of transformers, or a factory.
+    hardware
+        One or several profiles.
+    tokens, within_days, devices
+        Two of these: tokens to train on, days that it may take, devices.
+    price
+        Price of one device for an hour, by profile.
+    global_batch, seq_len, precision, optimizer, software, memory_headroom, pins, **pinned
+        As `meshwright.plan` has them.
+
+    Raises
+    ------
+    InputError
+        Too little is given, or the network reads no tokens.
+    InfeasibleError
+        No plan fits on any cluster.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> row = mw.budget("zoo:gpt2", "dgx-h100", tokens=1e9, devices=8, global_batch=64).best
+    >>> row.days > 0 and row.interval_days[0] < row.days < row.interval_days[1]
+    True
+    """
+    from planner.networks.given import source_of
+    from planner.what_if.budget import BudgetOptions
+    from planner.what_if.budget import budget as budgeted
+
+    given = [hardware] if isinstance(hardware, str | PathLike | Hardware) else hardware
+    spec = source_of(network)
+    options = BudgetOptions(
+        network=spec if isinstance(spec, str) else spec.spec,
+        hardware=tuple(profile_of(one) for one in given),
+        tokens=tokens,
+        within_s=None if within_days is None else within_days * 86400,
+        devices=devices,
+        price=dict(price or {}),
+        global_batch=global_batch,
+        sequence_length=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        pins=pin_texts({**(pins or {}), **pinned}),  # type: ignore[dict-item]
+        software=software or "",
+        memory_headroom=memory_headroom,
+    )
+    return BudgetResult(network=options.network, found=budgeted(options))

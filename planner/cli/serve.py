@@ -20,7 +20,7 @@ def serve(
     ] = None,
     port: Annotated[
         int, typer.Option("--port", parser=natural_or_zero, metavar="N", help="Port; 0 takes a free one.")
-    ] = 8765,  # type: ignore[assignment]
+    ] = 8765,
     trust_file: TrustFile = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,

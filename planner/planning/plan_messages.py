@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.planning.hosted import left_out
@@ -130,6 +131,24 @@ def costs_left_out(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     return (
         f"the search does not count what {' and '.join(names)} cost{'s' * (len(names) == 1)}: the gap is that of the "
         "simulated step; pin recompute, micro_batch and tp to try others",
+    )
+
+
+def better_batches(batch: int, devices: int) -> tuple[str, ...]:
+    """A message where a global batch divides by at most half of the devices: batches near it that divide by all.
+
+    >>> better_batches(100, 16)[0].partition(";")[0]
+    'global batch 100 divides by at most 4 of 16 devices'
+    >>> better_batches(96, 16), better_batches(8, 64)
+    ((), ())
+    """
+    shared = gcd(batch, devices)
+    if batch < devices or 2 * shared > devices:
+        return ()
+    below = batch // devices * devices
+    return (
+        f"global batch {batch} divides by at most {shared} of {devices} devices; {below} and {below + devices} divide "
+        f"by all and leave more plans: compare them with what-if --set batch={below},{batch},{below + devices}",
     )
 
 

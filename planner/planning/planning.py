@@ -28,6 +28,7 @@ from planner.planning.one_stage import Candidate, OneStage, OneStagePlans, searc
 from planner.planning.one_stage import pin_costs as one_stage_pin_costs
 from planner.planning.one_stage import why_infeasible as why_one_stage_does_not_fit
 from planner.planning.plan_messages import (
+    better_batches,
     costs_left_out,
     idle_axes,
     interrupted,
@@ -259,7 +260,8 @@ def _planned(
         **searched.timings,
         "refining": refining,
     }
-    notes = (*without_rules(graph), *graph.notes, *hardware_notes(hardware, setting.dtype))
+    batches = better_batches(setting.search.global_batch, request.devices) if pins.dp is None else ()
+    notes = (*without_rules(graph), *graph.notes, *batches, *hardware_notes(hardware, setting.dtype))
     notes += tuple(unsharded(candidates[0].plan, graph)) if candidates else ()
     notes += (*costs_left_out(candidates), *idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
     return SearchResult(
