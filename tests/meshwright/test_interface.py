@@ -80,7 +80,7 @@ def test_pins_are_kept_and_wrong_ones_are_refused() -> None:
 
 def test_a_plan_that_fits_nowhere_is_an_error_of_its_own() -> None:
     with pytest.raises(mw.InfeasibleError):
-        mw.plan("zoo:llama2-7b", "dgx1-v100-16g", 1, optimizer_sharding="none", offload_optimizer=False)
+        mw.plan("zoo:mlp", "dgx1-v100-16g", 1, global_batch=2**22, micro_batch=2**22)
 
 
 def test_a_strategy_file_is_read_as_it_was_saved(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
+from planner.graph import cache as graphs
 from planner.graph.capture import capture_module
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import Network, load_network
+from planner.networks import network as networks
 from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig
 from planner.networks.zoo.table import Config, language_inputs, make_language_module
 
@@ -48,13 +50,17 @@ def small_network(name: str) -> Network:
 
 @pytest.fixture(scope="session")
 def full_graph() -> Callable[[str], OperatorGraph]:
-    """Capture every block of a small network, once."""
-    graphs: dict[str, OperatorGraph] = {}
+    """Capture every block of a small network, once; other processes find it on disk."""
 
+    @cache
     def captured(name: str) -> OperatorGraph:
-        if name not in graphs:
-            network = small_network(name)
-            graphs[name] = capture_module(lambda: network.make(None), network.inputs, name=name)
-        return graphs[name]
+        network = small_network(name)
+        key = networks._cache_key(replace(network, content=f"every block of {network.content}"))
+        graph = graphs.load(key)
+        if graph is None:
+            graph = capture_module(lambda: network.make(None), network.inputs, name=name)
+            graphs.store(key, graph)
+            assert graphs.load(key) in (graph, None)
+        return graph
 
     return captured

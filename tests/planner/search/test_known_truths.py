@@ -55,6 +55,11 @@ def stack(width: int, depth: int) -> OperatorGraph:
     return captured_module(lambda: Stack(width, depth), (width,), (width,))
 
 
+@cache
+def core() -> OperatorGraph:
+    return captured_module(Core, (16, 128, 64), (16, 128, 64))
+
+
 def placed(problem: Problem, solution: Solution, wanted: Callable[[str], bool]) -> dict[str, list[tuple[int, ...]]]:
     """For forward operators with wanted names the placements of inputs, then outputs, along each axis."""
     found = {}
@@ -161,8 +166,7 @@ def test_no_convolution_is_replicated(solve: Callable[[Problem, float], Solution
 
 @every_mode
 def test_an_attention_core_without_weights_is_split(solve: Callable[[Problem, float], Solution | None]) -> None:
-    graph = captured_module(Core, (16, 128, 64), (16, 128, 64))
-    problem = make_problem(graph, make_mesh(data=8), batch=8)
+    problem = make_problem(core(), make_mesh(data=8), batch=8)
     found = products(problem, best(solve, problem))
     assert len(found) == 2
     assert all(ports[0][-1] >= 0 for ports in found.values())
