@@ -7,7 +7,7 @@ becomes a network, pins that leave the search nothing to choose, and the softwar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -32,6 +32,8 @@ from planner.plans.hints import Hint, hint
 from planner.plans.request import SIZES
 from planner.published.estimate.layered.sequence import padded_frames
 from simulator.errors import UnsupportedError
+from simulator.hardware import Hardware
+from simulator.profiles import load_profile
 
 OF_FRAMES = "frames_"
 """How factories of `planner.networks.quartznet` begin, whose module needs torch."""
@@ -47,6 +49,7 @@ ADAPTERS = json.dumps({"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_m
 """Those of Megatron-LM where none are described (``LoRA`` of Megatron Bridge: all products, ``dim`` 32)."""
 OWN_SAMPLES = Exchange(cross_batch=True)
 """Batch norms of ``DistributedDataParallel`` see a rank's samples alone (documentation of `torch.nn.SyncBatchNorm`)."""
+MEMORY = "device.memory_bytes"
 ROUNDED = 0.01
 """Part of its width by which a network may be planned wider or narrower, so that its heads divide it."""
 MEGATRON_BUCKET, MEGATRON_BUCKET_OF_RANK = 40e6, 1e6
@@ -70,6 +73,7 @@ class PinnedRun:
     those, where they alone are trained. ``pins`` are the whole plan, ``hints`` say what tensor ranks do that pins leave
     open. ``software``, ``attention`` and ``norms`` are empty where a plan cannot be told them, ``optimizer`` where it
     is the network's usual one. With ``tf32`` products of float32 tensors run in TF32, where the device can.
+    ``cluster`` says in which numbers the cluster differs from the profile, by their place there, 0 for what it lacks.
     ``exchange`` is how tensors travel where that is not as the plan has it unasked. ``approximated`` says
     what stands in for what plans cannot express; runs that differ in nothing else are equal.
     """
@@ -88,6 +92,7 @@ class PinnedRun:
     norms: str = ""
     adapters: str = ""
     tf32: bool = False
+    cluster: tuple[tuple[str, float], ...] = ()
     exchange: Exchange = UNASKED
     approximated: tuple[str, ...] = field(default=(), compare=False)
 
@@ -132,6 +137,7 @@ def pinned_run(run: TrainingRun) -> PinnedRun:
         attention=str(setup.attention) if transformer else "",
         norms=_norms(run),
         adapters=ADAPTERS if setup.trained_fraction < 1 else "",
+        cluster=tuple(_cluster(run.hardware)),
         exchange=UNASKED if transformer else OWN_SAMPLES,
         approximated=tuple(dict.fromkeys(notes)),
     )
@@ -142,6 +148,23 @@ def _check(setup: TrainingSetup) -> None:
     require(setup.cp == 1 or setup.attention in FUSED, "context ranks beside attention that is not fused")
     require(not setup.local_share, "layers that learn locally")
     require(setup.stack is not Stack.MINDSPORE_TOOLKIT, "the host changes images in Python, which plans do not time")
+
+
+def _cluster(stated: Hardware) -> Iterator[tuple[str, float]]:
+    """In which numbers the cluster of a row differs from its profile (`planner.published.reading_hardware`)."""
+    shipped = load_profile(stated.name)
+    if stated.device_memory_bytes != shipped.device_memory_bytes:
+        yield MEMORY, stated.device_memory_bytes
+    if stated.memory_bandwidth != shipped.memory_bandwidth:
+        yield "device.memory_bandwidth_bytes_per_s", stated.memory_bandwidth
+    for place, (level, other) in enumerate(zip(stated.levels, shipped.levels, strict=True)):
+        for name in ("bandwidth_bytes_per_s", "reduction_bandwidth_bytes_per_s"):
+            if getattr(level, name) != getattr(other, name):
+                yield f"topology.levels.{place}.{name}", getattr(level, name)
+    if stated.node is None and shipped.node is not None:
+        yield from (("topology.node", 0.0), ("topology.fabric", 0.0))
+    if not stated.collective_tables and shipped.collective_tables:
+        yield "collectives", 0.0
 
 
 def _optimizer(setup: TrainingSetup, notes: list[str]) -> str:

@@ -21,7 +21,7 @@ from planner.cost.software import fusion_of
 from planner.cost.training_run import RunPrediction, TrainingRun
 from planner.planning.planning import PlanRequest, SearchResult, capture_for, plan_network
 from planner.planning.shared_tables import SharedTables
-from planner.published.pinned import PinnedRun, pinned_run
+from planner.published.pinned import MEMORY, PinnedRun, pinned_run
 from planner.published.predictions import RECOMPUTED, recomputing
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError, MeshwrightError
@@ -74,16 +74,34 @@ class Workplace:
 
     def _profile(self, run: PinnedRun, *, limited: bool) -> str:
         """The shipped profile, or one with memory for any plan, or whose float32 products run in TF32."""
-        if limited and not run.tf32 and not self.slower:
+        if limited and not run.tf32 and not self.slower and not run.cluster:
             return run.hardware
-        changed = _changed_profile(run.hardware, limited=limited, tf32=run.tf32, slower=self.slower)
+        changed = _changed_profile(run.hardware, run.cluster, limited=limited, tf32=run.tf32, slower=self.slower)
         return self.file(run.hardware, changed)
 
 
 @lru_cache(maxsize=64)
-def _changed_profile(name: str, *, limited: bool, tf32: bool, slower: tuple[tuple[str, float], ...] = ()) -> str:
-    """The text of a shipped profile with memory for any plan, whose float32 products run in TF32, or slower."""
+def _changed_profile(
+    name: str,
+    cluster: tuple[tuple[str, float], ...],
+    *,
+    limited: bool,
+    tf32: bool,
+    slower: tuple[tuple[str, float], ...] = (),
+) -> str:
+    """The text of a shipped profile with numbers of another cluster, memory for any plan, TF32 products, or slower."""
     content = yaml.safe_load(profile_text(name)[0])
+    for path, value in cluster:
+        *parents, last = path.split(".")
+        section = content
+        for key in parents:
+            section = section[int(key) if isinstance(section, list) else key]
+        if path == MEMORY:
+            value += content["device"]["reserved_memory_bytes"]["value"]
+        if value:
+            section[last] = {"value": value, "source": "assumed: as the row states it"}
+        else:
+            section.pop(last, None)
     if not limited:
         content["device"]["memory_bytes"]["value"] = UNLIMITED_BYTES
     narrow = content["kernels"].get("convolution", {}).get("peak_flops", {})
@@ -127,7 +145,7 @@ class Planner:
         MeshwrightError
             The run has no plan.
         """
-        memory = float(load_profile(run.hardware).device_memory_bytes)
+        memory = float(dict(run.cluster).get(MEMORY, load_profile(run.hardware).device_memory_bytes))
         found = self.plan(run, limited=False)
         if not found.candidates:
             raise InputError(f"no plan keeps all pins of the run: {found.infeasible}")

@@ -22,6 +22,7 @@ from planner.published.planned import Planner, Workplace, predict_planned
 from planner.published.predictions import RECOMPUTED
 from planner.published.reading import MeasuredRow, read_measurements
 from simulator.errors import InputError, MeshwrightError
+from simulator.profiles import load_profile
 from tests.measurements import write_measurements
 
 MEASUREMENTS = Path(__file__).parents[3] / "../shared/measurements"
@@ -257,3 +258,23 @@ def test_products_in_tf32_run_at_their_own_rate(tmp_path: Path) -> None:
     outcomes = predict_planned([row.run for row in rows if row.run is not None], cores=1)
     single, tensor, half = (outcome.step_time_s for outcome in outcomes if isinstance(outcome, RunPrediction))
     assert half < tensor < single / 2
+
+
+def test_the_cluster_is_that_of_the_row_not_of_its_profile(tmp_path: Path) -> None:
+    """A slower network than the profile's takes longer, a device with less memory overflows sooner."""
+    usual, slow, small = rows_of(
+        tmp_path, {}, {"inter_node_link": "InfiniBand 100 Gb/s"}, {"accelerator": "V100-16GB", "accel_mem_gb": "16"}
+    )
+    assert slow.run is not None
+    assert usual.run is not None
+    assert small.run is not None
+    workplace = Workplace(tmp_path)
+    for row in (usual, slow, small):
+        assert row.run is not None
+        planned = load_profile(workplace.request(pinned_run(row.run)).hardware)
+        assert planned.levels == row.run.hardware.levels
+        assert planned.device_memory_bytes == row.run.hardware.device_memory_bytes
+    first, second = predict_planned([usual.run, slow.run], cores=1)
+    assert isinstance(first, RunPrediction)
+    assert isinstance(second, RunPrediction)
+    assert second.step_time_s > 1.02 * first.step_time_s
