@@ -38,6 +38,7 @@ COMMANDS = (
     ["software"],
     ["software", "list"],
     ["software", "show"],
+    ["serve"],
 )
 PLAN = ["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "8"]
 
