@@ -286,6 +286,8 @@ class _Converter:
             reason = "is no tensor operator; write it with plain torch operators"
         elif torch.Tag.nondeterministic_seeded in target.tags and kernel_class(str(target)) is not Kernel.ATTENTION:
             reason = "draws random numbers, which differ between devices; leave it out of the forward pass"
+        elif any(tensor.layout != torch.strided for tensor in _tensors(source.meta["val"])):
+            reason = "makes a sparse tensor, which no placement describes; keep tensors dense"
         if reason:
             place = user_source(source.meta.get("stack_trace") or "")
             raise NetworkError(f"network {self.network!r} cannot be captured: {target} at {place} {reason}")
@@ -304,6 +306,11 @@ class _Converter:
         gradients: dict[str, TensorRef] = {}
         for value, description in zip(output.args[0], output.meta["desc"], strict=True):
             if isinstance(description, PlainAOTOutput):
+                if not isinstance(value, fx.Node):
+                    raise NetworkError(
+                        f"network {self.network!r} returns {value!r}; its forward pass must return one scalar tensor, "
+                        "the mean loss"
+                    )
                 losses.append(value)
             elif value is not None and not isinstance(description, GradAOTOutput):
                 raise NetworkError(
@@ -323,6 +330,10 @@ class _Converter:
 
 def _origin(node: fx.Node) -> fx.Node:
     return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, torch.Tensor)]
 
 
 def _values(value: Any) -> Any:

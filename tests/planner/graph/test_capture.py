@@ -141,6 +141,16 @@ class _Random(_Plain):
         return (self.layer(x) * torch.rand_like(x[:, :1])).mean()
 
 
+class _Sparse(_Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(x.to_sparse(), self.layer.weight.T).mean()
+
+
+class _Nothing(_Plain):
+    def forward(self, x: torch.Tensor) -> None:
+        self.layer(x)
+
+
 class _Counting(_Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -166,6 +176,8 @@ class _Table(_Plain):
     [
         (_Chosen, ("aten.item.default", "tests/planner/graph/test_capture.py:", "torch.where")),
         (_FixedBatch, ("aten.view.default", "tests/planner/graph/test_capture.py:", "batch")),
+        (_Sparse, ("aten._to_sparse.default at tests/planner/graph/test_capture.py:", "makes a sparse tensor")),
+        (_Nothing, ("returns None", "one scalar tensor")),
         (_NoScalar, ("(1009, 3)", "one scalar")),
         (_Named, ("returns a dict", "one scalar")),
         (_Random, ("aten.rand_like.default", "random")),
