@@ -90,6 +90,7 @@ def routes() -> OperatorGraph:
     return capture_for(ROUTED)
 
 
+@cache
 def routed(**pins: str) -> Candidate:
     """A plan of a network with four experts, two of which a token goes to, on four ranks of an expert axis."""
     given = {"tp": "1", "dp": "4", "ep": "4", "pp": "1", "micro_batch": "2", "optimizer_sharding": "none"}
