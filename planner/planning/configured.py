@@ -193,6 +193,7 @@ class Configured:
                 experts_stay=pins.experts_stay,
                 expert_cut=pins.expert_cut or "any",
                 tensor_cut=pins.tensor_cut or "any",
+                shares_states=configuration.all_replicas,
             ),
         )
         if self.hints:

@@ -14,6 +14,7 @@ from planner.lowering.instructions import LoweredStages
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.plans.plan import Plan, expanded_rules, optimizer_sharding
+from planner.search.problem.states import SHARING
 from simulator.errors import InputError, StrategyError
 
 
@@ -75,6 +76,10 @@ def _check_storage(plan: Plan, graph: OperatorGraph) -> None:
     specs = {i: whole.nodes[i].outputs[0] for i in stored}
     trained = {i: p for i, p in stored.items() if i in whole.trained}
     found = optimizer_sharding(plan.mesh, ((specs[i].elements, p) for i, p in trained.items()))
+    inside = [i for i, axis in enumerate(plan.mesh.axes) if axis.name in SHARING]
+    if plan.degree("data") == 1 and plan.optimizer_sharding != "none":
+        # Copies on other axes share states then; experts are cut over theirs anyway.
+        found = "zero1" if any(p[i] >= 0 for p in trained.values() for i in inside) else "none"
     if (plan.optimizer_sharding == "none") != (found == "none"):
         placed = "whole on the data axis" if found == "none" else "sharded along the data axis"
         raise StrategyError(

@@ -17,7 +17,8 @@ class Configuration:
 
     ``data`` is the mesh axis: ranks that hold copies of the same experts; data-parallel ranks are ``data * expert``.
     ``order`` names the axes from the outermost to the one with neighbouring ranks. ``bucket_bytes`` is the size of
-    fused messages of gradients (`planner.search.configurations.buckets`), 0 that of the model.
+    fused messages of gradients (`planner.search.configurations.buckets`), 0 that of the model. With ``all_replicas``
+    context and expert ranks that hold copies of a parameter share its states as well.
     """
 
     pipeline: int = 1
@@ -35,6 +36,7 @@ class Configuration:
     offload: bool = False
     bucket_bytes: int = 0
     context_algorithm: str = "none"
+    all_replicas: bool = False
 
     @property
     def in_a_row(self) -> bool:
@@ -79,7 +81,7 @@ class Configuration:
     def table_key(self) -> tuple[object, ...]:
         """Configurations with equal keys share a table of labels."""
         mesh = self.inner_mesh()
-        return (mesh, self.micro_batch, self.context_algorithm)
+        return (mesh, self.micro_batch, self.context_algorithm, self.all_replicas)
 
 
 def unstored(configuration: Configuration) -> Configuration:

@@ -179,7 +179,7 @@ def _manner(placed: Placed) -> tuple[object, ...]:
     units = placed.tables.units
     picked = set(zip(placed.tables.chain.positions, placed.partition.labels, strict=True))
     modes = {int(units[unit].recompute[pick]) for unit, pick in picked}
-    storage = c.optimizer_sharding if c.data > 1 else "none"
+    storage = c.optimizer_sharding if c.data > 1 or c.all_replicas else "none"
     return (*c.degrees.values(), c.context_algorithm, _schedule(c), storage, frozenset(modes))
 
 
@@ -190,7 +190,7 @@ def _schedule(c: Configuration) -> str:
 
 def _behaviour(placed: Placed) -> tuple[object, ...]:
     c = placed.configuration
-    storage = (c.optimizer_sharding, c.shard_size, c.offload) if c.data > 1 else (c.offload,)
+    storage = (c.optimizer_sharding, c.shard_size, c.offload) if c.data > 1 or c.all_replicas else (c.offload,)
     return (
         c.mesh(), c.pipeline, c.stride("pipeline"), c.virtual, _schedule(c), c.micro_batch, c.context_algorithm,
         storage, placed.partition.ends, placed.partition.labels,

@@ -83,7 +83,8 @@ class TableNumbers:
     def of(self, configuration: Configuration) -> int:
         """Number of the table of a configuration."""
         c = configuration
-        ways = (c.pipeline, c.data, c.context, c.expert, c.tensor, c.order, c.micro_batch, c.context_algorithm)
+        degrees = (c.pipeline, c.data, c.context, c.expert, c.tensor)
+        ways = (*degrees, c.order, c.micro_batch, c.context_algorithm, c.all_replicas)
         if ways not in self._numbers:
             self._numbers[ways] = self._numbers.setdefault(c.table_key, len(self._numbers))
         return self._numbers[ways]

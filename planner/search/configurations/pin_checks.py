@@ -219,7 +219,7 @@ def _storage(extent: Extent) -> None:
             "--pin optimizer_sharding=zero1, or sharding_threshold_kb=0"
         )
     wanted = next((f"{n}={v}" for n, v in pins.named().items() if n in _SHARDED and v not in ("none", "0")), None)
-    if wanted is not None and pins.dp == 1:
+    if wanted is not None and pins.dp == 1 and (pins.cp or 1) == 1:
         raise InputError(
             f"pins dp=1 {wanted}: one data-parallel rank has nobody to share states with; use --pin dp=2 or more, or "
             "optimizer_sharding=none alone"

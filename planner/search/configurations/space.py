@@ -66,8 +66,10 @@ def bases(extent: Extent) -> Iterator[Configuration]:
             count = extent.global_batch // (data_parallel * micro_batch)
             if extent.pins.expert_overlap and count == 1:
                 continue  # there is no other micro-batch to travel beside
-            for (schedule, virtual), algorithm in product(
-                schedules(extent, pipeline, count), algorithms(extent, context, tensor)
+            for (schedule, virtual), algorithm, all_replicas in product(
+                schedules(extent, pipeline, count),
+                algorithms(extent, context, tensor),
+                _sharing(extent, pipeline, context * expert),
             ):
                 yield Configuration(
                     pipeline=pipeline,
@@ -80,7 +82,22 @@ def bases(extent: Extent) -> Iterator[Configuration]:
                     micro_batch=micro_batch,
                     micro_batches=count,
                     context_algorithm=algorithm,
+                    all_replicas=all_replicas,
                 )
+
+
+def _sharing(extent: Extent, pipeline: int, inner: int) -> list[bool]:
+    """Whether states are shared over the replicas of the context and expert axes too: with every level of ZeRO.
+
+    ``inner`` are the ranks of both axes.
+    """
+    if inner == 1:
+        return [False]
+    pins = extent.pins
+    levels = SHARDINGS if pins.runs is None else pins.runs.shardings(pipeline)
+    levels = levels if pins.optimizer_sharding is None else (pins.optimizer_sharding,)
+    whole = pins.shard_size is None and not pins.sharding_threshold_kb and "none" in levels
+    return [False] * whole + [True] * any(level != "none" for level in levels)
 
 
 def orders(extent: Extent, base: Configuration) -> list[Configuration]:
@@ -235,16 +252,20 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
 def _shardings(extent: Extent, base: Configuration) -> Iterator[tuple[str, int]]:
     """ZeRO levels with the ranks that share one copy of the states, 0 for all."""
     pins = extent.pins
-    runs = pins.runs
+    runs, inner = pins.runs, base.context * base.expert > 1
     levels = SHARDINGS if runs is None else runs.shardings(base.pipeline)
     for level in levels if pins.optimizer_sharding is None else (pins.optimizer_sharding,):
+        if inner and (level != "none") != base.all_replicas:
+            continue
         if level == "none":
             if pins.shard_size is None and not pins.sharding_threshold_kb:
                 yield level, 0
-        elif base.data == 1 and base.expert > 1 and pins.optimizer_sharding == "zero1" and not pins.shard_size:
-            # Software shares states of what is no expert over all replicas, those of the expert axis among them.
-            yield level, 0
-        elif base.data > 1 and (level != "zero2" or base.micro_batches > 1 or pins.optimizer_sharding == "zero2"):
+        elif level == "zero2" and base.micro_batches == 1 and pins.optimizer_sharding != "zero2":
+            continue  # as ZeRO-1
+        elif base.data == 1:
+            if base.all_replicas and not pins.shard_size:
+                yield level, 0
+        else:
             if pins.shard_size is not None:
                 if base.data % pins.shard_size == 0:
                     yield level, 0 if pins.shard_size == base.data else pins.shard_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ Ports = tuple[list[Port], NDArray[np.int64]]
 Placed = dict[tuple[str | bool | int, ...], NDArray[np.int64]]
 """Placements of tensors by state, and their numbers."""
 CONTEXT = "context"
+SHARING = (CONTEXT, "expert")
+"""Axes inside a stage whose ranks may share the states of what they hold copies of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,8 @@ class Setting:
     ``tensor``. With ``experts_stay`` weights of experts lie and are read where an expert axis has them; ``expert_cut``
     says of an axis named ``tensor`` whether it cuts the ``width`` of experts or has ``whole`` ones, where it may not do
     ``any``; ``tensor_cut`` of ``width`` that it cuts the matrix of every product, where that divides. ``context`` is
-    the one choice of each variable on an axis named ``context``, where the mesh has one.
+    the one choice of each variable on an axis named ``context``, where the mesh has one. With ``shares_states`` matrices
+    that ranks of the `SHARING` axes would hold copies of are stored in shards there.
     ``sharded_gradients`` are scattered every micro-batch and accumulated in shards (ZeRO-2).
     """
 
@@ -54,6 +58,7 @@ class Setting:
     expert_cut: str = "any"
     tensor_cut: str = "any"
     context: tuple[Choice, ...] = ()
+    shares_states: bool = False
     sharded_gradients: bool = False
 
 
@@ -118,6 +123,8 @@ class StatesOnMesh:
                 variable = replace(variable, choices=(*variable.choices, choice))
             if key not in self._first:
                 found, placed = self._known_choices(variable, self.decisions.alike[number])
+                if self.setting.shares_states and variable.kind is Kind.PARAMETER:
+                    found, placed = self._shared(variable, found), {}
                 self._first[key] = States(variable, found, number, placed=placed)
             first = self._first[key]
             self._made[number] = States(variable, first.choice, first.kind, first.known, first.placed)
@@ -179,6 +186,26 @@ class StatesOnMesh:
             if divides.any():
                 break
         return choice[:, divides]
+
+    def _shared(self, variable: Variable, choice: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`_choices` of a parameter, stored in shards along the axes of `SHARING` that would repeat it.
+
+        Of a matrix that dim is cut that no other axis cuts and that 2 divides most often, ties to the first, where it
+        divides by all those axes: of a dim that two axes cut, parts can only be gathered all at once.
+        """
+        tensor = TensorRef(variable.nodes[0])
+        shape, written = self.graph.spec(tensor).shape, variable.written[tensor]
+        inside = [place for place, name in enumerate(self.names) if name in SHARING]
+        found = choice.copy()
+        by_dim = {int(dim): number for number, dim in reversed([*enumerate(written)]) if dim >= 0}
+        for state in range(choice.shape[1] if len(shape) > 1 else 0):
+            placed = written[choice[:, state]]
+            repeated = [place for place in inside if placed[place] == REPLICATE]
+            ranks = prod(self.sizes[place] for place in repeated)
+            free = [d for d, n in enumerate(shape) if d in by_dim and d not in placed and n % ranks == 0]
+            if repeated and free:
+                found[repeated, state] = by_dim[max(free, key=lambda dim: (shape[dim] & -shape[dim], -dim))]
+        return found
 
     def _ports(self, variable: Variable) -> Ports:
         """What a variable reads, then what it writes: of variables that are alike the same but for the names."""

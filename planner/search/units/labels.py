@@ -195,6 +195,7 @@ def stage_tables(
     experts_stay: bool = False,
     expert_cut: str = "any",
     tensor_cut: str = "any",
+    shares_states: bool = False,
 ) -> StageTables:
     """Tabulate the ways to run each unit on one pipeline stage.
 
@@ -218,6 +219,8 @@ def stage_tables(
         What tensor ranks have of experts: part of the ``width`` of each, ``whole`` ones, or ``any`` of both.
     tensor_cut : str
         ``width``: tensor ranks cut the matrix of every product; ``any``: they may each have it whole.
+    shares_states : bool
+        Ranks of the context and expert axes that hold copies of a matrix store a shard of it each.
 
     Raises
     ------
@@ -242,6 +245,7 @@ def stage_tables(
         experts_stay=experts_stay,
         expert_cut=expert_cut,
         tensor_cut=tensor_cut,
+        shares_states=shares_states,
     )
     options = StageOptions(
         modes=tuple(sorted({RECOMPUTE.index(mode) for mode in recompute})), sequence_parallel=sequence_parallel
