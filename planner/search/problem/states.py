@@ -42,8 +42,8 @@ class Setting:
     ``tensor``. With ``experts_stay`` weights of experts lie and are read where an expert axis has them; ``expert_cut``
     says of an axis named ``tensor`` whether it cuts the ``width`` of experts or has ``whole`` ones, where it may not do
     ``any``; ``tensor_cut`` of ``width`` that it cuts the matrix of every product, where that divides. ``context`` is
-    the one choice of each variable on an axis named ``context``, where the mesh has one. With ``shares_states`` matrices
-    that ranks of the `SHARING` axes would hold copies of are stored in shards there.
+    the one choice of each variable on an axis named ``context``, where the mesh has one. With ``shares_states``
+    matrices that ranks of the `SHARING` axes would hold copies of are stored in shards there.
     ``sharded_gradients`` are scattered every micro-batch and accumulated in shards (ZeRO-2).
     """
 

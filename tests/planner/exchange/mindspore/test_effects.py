@@ -201,7 +201,7 @@ def test_attention_gathers_where_all_to_alls_are_off(tmp_path: Path) -> None:
 def test_experts_are_gathered_instead() -> None:
     """Samples come to their experts by all-gathers and slices, which move more."""
     pins = {"ep": "8", "dp": "16", "tp": "1", "pp": "1", "cp": "1", "micro_batch": "1", "recompute": "full"}
-    pins |= {"optimizer_sharding": "zero3", "offload_optimizer": "false"}
+    pins |= {"optimizer_sharding": "zero3", "sharding_threshold_kb": "64", "offload_optimizer": "false"}
     found = {}
     for allowed in (True, False):
         context = AutoParallelContext(parallel_mode="auto_parallel", device_num=16, enable_alltoall=allowed)
