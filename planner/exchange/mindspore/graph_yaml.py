@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written
-from planner.exchange.keyed import nested
+from planner.exchange.keyed import Document, nested
 from planner.exchange.mindspore.layers import LayerSettings
 from planner.exchange.mindspore.mindformers import ALGORITHMS, PRECISIONS, Translated, translate
 from planner.exchange.mindspore.mindformers_keys import DEGREES, SCHEDULERS
@@ -149,11 +149,10 @@ def read(text: str, source: str) -> ReadConfig:
     shard = int(sharding.get("shard_size", "0"))
     batch, micro = options.get("global_batch"), pins.get("micro_batch")
     if micro is None and batch is not None:
-        micro = batch // (dp * int(pins.get("micro_batches", "1")))
+        micro = batch // (dp * int(pins.get("micro_batches", "1"))) or None
     sizes = transformers_config(raw)
-    layers = (sizes or raw.get("model", {}).get("model_config", {}) if raw.get("model") else {}).get(
-        "num_hidden_layers"
-    )
+    document, key = (sizes, "num_hidden_layers") if sizes else (raw, KEYS["num_layers"])
+    layers = Document(document, source, "MindFormers").optional(key)
     plain = "none" if pp == 1 else "1f1b" if vpp == 1 else "interleaved_1f1b"
     config = TrainingConfig(
         devices=prod((dp, tp, pp, cp)),
