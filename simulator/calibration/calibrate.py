@@ -28,7 +28,7 @@ from simulator.calibration.timing import cost_among_others, measure_case, middle
 from simulator.conditions import Conditions
 from simulator.errors import InputError
 from simulator.profiles import write_profile
-from simulator.program import Kernel
+from simulator.program import WIDER_CLASS, Kernel
 from simulator.whole_file import check_writable
 
 MOST_ROUNDS = 3
@@ -253,6 +253,8 @@ def findings(
     residuals: list[Residual] = []
     for kernel in Kernel:
         of_kernel = [row for row in rows if row.kernel is kernel]
+        if not of_kernel and kernel in WIDER_CLASS:
+            continue  # as fast as the wider class
         fitted, held = split_held_out(of_kernel)
         if len(of_kernel) < FEWEST_ROWS_TO_HOLD_BACK:
             fitted, held = of_kernel, []

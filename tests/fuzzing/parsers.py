@@ -249,7 +249,7 @@ PARSERS: dict[str, Parser] = {
     "tokens": Parser(read=read_tokens, seeds=_npy, file="tokens.npy"),
     "images": Parser(read=read_idx, seeds=lambda: [b"\0\0\x08\x01\0\0\0\x05hello"], file="images"),
     "journal": Parser(
-        read=lambda path: read_journal(path, [], None),  # type: ignore[arg-type]
+        read=lambda path: read_journal(path, [], []),
         seeds=_json({"key": "k", "check": "c", "point": POINT}),
     ),
     "pins": Parser(

@@ -67,7 +67,7 @@ def test_corrections_of_whole_steps_multiply_what_they_name() -> None:
     kernels.append(task("eight bits", dtype="float8_e4m3fn", flops=1e12))
     tasks = [*kernels, communication("c")]
     with_them, without = times_of(tasks, corrected), times_of(tasks, plain)
-    others = {"matmul": 1.25, "attention": 1.5, "optimizer": 1.0, "view": 1.0}
+    others = {"matmul": 1.25, "grouped_matmul": 1.25, "attention": 1.5, "optimizer": 1.0, "view": 1.0}
     others |= {"accumulation": 1.0, **dict.fromkeys(CONVOLUTIONS, 1.0)}
     factors = [others.get(kernel.value, 0.75) for kernel in Kernel]
     np.testing.assert_allclose(with_them, without * [*factors, 1.25, 4.0, 2.0], rtol=1e-12)
@@ -84,7 +84,13 @@ def test_corrections_of_plans_stand_in_for_those_of_the_device() -> None:
     kernels = [task(kernel.value, kernel=kernel, dtype="bfloat16", flops=1e12, bytes_moved=1e9) for kernel in Kernel]
     tasks = [*kernels, task("eight bits", dtype="float8_e4m3fn", flops=1e12), communication("c")]
     with_them = times_of(tasks, dataclasses.replace(plain, training={**device, **planned}))
-    named = {"matmul": 1.5, "attention": 1.5, **dict.fromkeys(CONVOLUTIONS, 0.5), "optimizer": 1.2}
+    named = {
+        "matmul": 1.5,
+        "grouped_matmul": 1.5,
+        "attention": 1.5,
+        **dict.fromkeys(CONVOLUTIONS, 0.5),
+        "optimizer": 1.2,
+    }
     factors = [named.get(kernel.value, 1.0) for kernel in Kernel]
     np.testing.assert_allclose(with_them, times_of(tasks, plain) * [*factors, 3.0, 3.0], rtol=1e-12)
 

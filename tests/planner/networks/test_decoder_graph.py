@@ -121,7 +121,7 @@ def zoo_network(config: GPTConfig | LlamaConfig, length: int) -> Network:
         inputs=language_inputs(config.vocabulary, length, masked=False),
         make=partial(make_language_module, config),
         depth=config.layers,
-        content="not empty: captured once",
+        content=f"captured once: {config}",
         decoder=zoo_decoder(config),
     )
 
