@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import permutations, product
 
 from planner.plans.request import AXES_BY_PIN, Pins
-from planner.search.configurations.buckets import BUCKETS, MIB, DataAxis, bucket_bytes
+from planner.search.configurations.buckets import MIB, DataAxis, bucket_bytes
 from planner.search.configurations.schedule_shapes import ONE_STAGE, SEARCHED, fits_schedule
 from planner.search.configurations.step_model import AXES, Configuration
 from planner.sharding.context import ALGORITHMS, ContextAxis
@@ -69,7 +69,7 @@ def bases(extent: Extent) -> Iterator[Configuration]:
             for (schedule, virtual), algorithm, all_replicas in product(
                 schedules(extent, pipeline, count),
                 algorithms(extent, context, tensor),
-                _sharing(extent, pipeline, tensor, context, expert),
+                _sharing(extent, pipeline, context * expert),
             ):
                 yield Configuration(
                     pipeline=pipeline,
@@ -86,23 +86,19 @@ def bases(extent: Extent) -> Iterator[Configuration]:
                 )
 
 
-def _sharing(extent: Extent, pipeline: int, tensor: int, context: int, expert: int) -> list[bool]:
+def _sharing(extent: Extent, pipeline: int, inner: int) -> list[bool]:
     """Whether states are shared over the replicas of the context and expert axes too: with every level of ZeRO.
 
-    Unless it is pinned, nothing is stored whole where gradients fill the largest of all messages: what the update of a
-    shard saves is then more than the latency of one more message.
+    ``inner`` are the ranks of both axes.
     """
-    if context * expert == 1:
+    if inner == 1:
         return [False]
     pins = extent.pins
     levels: tuple[str, ...] = SHARDINGS if pins.runs is None else tuple(pins.runs.shardings(pipeline))
     if pins.optimizer_sharding is not None:
         levels = (pins.optimizer_sharding,)
     whole = pins.shard_size is None and not pins.sharding_threshold_kb and "none" in levels
-    shared = any(level != "none" for level in levels)
-    if shared and extent.gradient_bytes > max(BUCKETS) * pipeline * tensor * expert:
-        whole = False
-    return [False] * whole + [True] * shared
+    return [False] * whole + [True] * any(level != "none" for level in levels)
 
 
 def orders(extent: Extent, base: Configuration) -> list[Configuration]:
