@@ -106,7 +106,7 @@ class ExchangeFormat:
 def _everywhere(config: TrainingConfig, keys: Mapping[str, str]) -> Iterator[Violation]:
     """Rules of arithmetic."""
     inner = prod(value or 1 for value in (config.tp, config.pp, config.cp))
-    if config.devices is not None and config.devices % inner:
+    if config.devices is not None and (config.devices < 1 or config.devices % inner):
         yield Violation(
             key=keys.get("devices", "devices"),
             value=str(config.devices),
@@ -115,7 +115,15 @@ def _everywhere(config: TrainingConfig, keys: Mapping[str, str]) -> Iterator[Vio
         )
         return
     dp, each, batch = config.dp, config.micro_batch, config.global_batch
-    if dp is not None and each is not None and batch is not None and batch % (dp * each):
+    if each is not None and each < 1:
+        yield Violation(
+            key=keys.get("micro_batch", "micro_batch"),
+            value=str(each),
+            rule="a micro-batch has at least one sample",
+            remedy="use 1 or more",
+        )
+        return
+    if dp and each and batch is not None and batch % (dp * each):
         yield Violation(
             key=keys.get("global_batch", "global_batch"),
             value=str(batch),

@@ -83,7 +83,7 @@ class TrainingConfig:
     def micro_batches(self) -> int | None:
         """Micro-batches of a step on a data-parallel rank; None where that is not known or no whole number."""
         dp, each = self.dp, self.micro_batch
-        if dp is None or each is None or self.global_batch is None or self.global_batch % (dp * each):
+        if not dp or not each or self.global_batch is None or self.global_batch % (dp * each):
             return None
         return self.global_batch // (dp * each)
 

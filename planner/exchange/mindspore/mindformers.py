@@ -261,8 +261,9 @@ def _stated(document: Mapping[Any, Any], pins: Mapping[str, str]) -> dict[str, A
     model, found = _model(document.get("model")), {}
     if isinstance(model.get("seq_length"), int):
         found["seq_len"] = model["seq_length"]
-    if model.get("compute_dtype") in PRECISIONS:
-        found["precision"] = PRECISIONS[model["compute_dtype"]]
+    computed = str(model.get("compute_dtype"))
+    if computed in PRECISIONS:
+        found["precision"] = PRECISIONS[computed]
     said = document.get("runner_config")
     runner: dict[str, Any] = said if isinstance(said, dict) else {}
     size = runner.get("batch_size")

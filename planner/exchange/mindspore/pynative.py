@@ -45,6 +45,7 @@ KEYS: Mapping[str, str] = {
 }
 DEGREES = ("tp", "pp", "cp", "ep")
 SCHEDULES: Mapping[str, str] = {name: name for name in ("gpipe", "1f1b", "interleaved_1f1b")}
+MOST_LAYERS = 100_000
 METHODS: Mapping[str, str] = {"colossal": "ring", "ulysses": "all_to_all", "hybrid": "ring"}
 MODES: Mapping[str, str] = {"None": "none", "full": "full", "select": "selective"}
 LOCAL, LAYERS, MODEL = "training.local_batch_size", KEYS["layers"], "model.model_config.num_hidden_layers"
@@ -184,6 +185,8 @@ def _spans(row: str, source: str) -> list[tuple[int, int]]:
 def _recompute(raw: Document, layers: int | None, source: str) -> dict[str, Any]:
     mode, said = raw.word("recompute.mode", MODES, "None"), raw.get(KEYS["recompute_layers"])
     modes: tuple[str, ...] = ()
+    if layers is not None and layers > MOST_LAYERS:
+        raise InputError(f"{source}: {layers} layers are more than the {MOST_LAYERS} that are read; correct the number")
     if mode == "full" and isinstance(said, list) and layers:
         spans = [span for part in said for span in _spans(str(part), source)]
         again = [any(first <= number <= last for first, last in spans) for number in range(layers)]
