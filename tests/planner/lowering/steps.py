@@ -168,7 +168,7 @@ class Rank:
         node = self.lowered.graph.nodes[instruction.node]
         assert task.name.removeprefix("recompute ") == node.name
         summed = any(rule.reduced_elements for rule in instruction.rules)
-        assert task.kernel is (SUMMED_CLASS.get(node.kernel, node.kernel) if summed else node.kernel)
+        assert task.kernel is (SUMMED_CLASS.get(node.kernel, node.kernel) if summed else node.timed_as)
         for position, value in enumerate(instruction.inputs):
             assert self.placed[value] == tuple(rule.inputs[position] for rule in instruction.rules)
         for output, (value, spec) in enumerate(zip(instruction.outputs, node.outputs, strict=True)):
