@@ -174,7 +174,7 @@ def what_if(
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetResult:
-    """What a training needs on each cluster; the first row is the answer where ``meets`` says so.
+    """Estimate what a training needs on each cluster; the first row is the answer if its ``meets`` is true.
 
     Examples
     --------

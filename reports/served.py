@@ -30,7 +30,7 @@ _PRECISIONS = ("", "bf16", "fp16", "fp32", "fp8")
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What the page plans, each field as text: the query of its address.
+    """What the page plans: fields of the query of its address, as text.
 
     >>> State.of("network=zoo%3Amlp&devices=16").link()
     '/?network=zoo%3Amlp&hw=dgx-h100&devices=16'

@@ -369,7 +369,7 @@ def is_profile_path(text: str) -> bool:
 
 
 def split_settings(text: str) -> tuple[str, tuple[str, ...]]:
-    """The shipped profile and the settings of ``PROFILE:KEY=VALUE,…``; no settings where there are none.
+    """Split ``PROFILE:KEY=VALUE,…`` into the shipped profile and its settings, if any.
 
     >>> split_settings("dgx-h100:network=200Gb,device.memory=96GiB"), split_settings("dgx-h100")
     (('dgx-h100', ('network=200Gb', 'device.memory=96GiB')), ('dgx-h100', ()))

@@ -36,7 +36,7 @@ def status(field: str) -> int:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """Bytes in a line of a file of /proc, None where there is none."""
+    """Read one field of a file in /proc, in bytes; None if it is missing."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -45,7 +45,7 @@ def _field(path: Path, name: str) -> int | None:
 
 
 def _left_in_group() -> int | None:
-    """What the limit of this process's control group leaves; file cache does not count as used."""
+    """Return the bytes left below the limit of this process's control group, not counting file cache as used."""
     try:
         limit, used = (GROUP / "memory.max").read_text(), int((GROUP / "memory.current").read_text())
         lines = (GROUP / "memory.stat").read_text().splitlines()

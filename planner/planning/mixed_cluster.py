@@ -41,7 +41,7 @@ class _Answer:
 
     @property
     def step_s(self) -> float:
-        """Step time of the best plan, infinite where there is none."""
+        """Step time of the best plan; infinite without one."""
         found = self.result.candidates
         return found[0].prediction.step_time_s if found else float("inf")
 

@@ -95,7 +95,7 @@ def capture_for(request: PlanRequest) -> OperatorGraph:
 
 
 def capture_key(request: PlanRequest) -> tuple[object, ...]:
-    """What a capture depends on: requests with equal keys have one graph."""
+    """Return a key that is equal for requests with the same graph."""
     return (
         request.network,
         request.sequence_length,

@@ -50,6 +50,7 @@ ADAPTERS = json.dumps({"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_m
 OWN_SAMPLES = Exchange(cross_batch=True)
 """Batch norms of ``DistributedDataParallel`` see a rank's samples alone (documentation of `torch.nn.SyncBatchNorm`)."""
 MEMORY = "device.memory_bytes"
+"""Place of the memory in a profile; here what is left of it for a job (`Hardware.device_memory_bytes`)."""
 ROUNDED = 0.01
 """Part of its width by which a network may be planned wider or narrower, so that its heads divide it."""
 MEGATRON_BUCKET, MEGATRON_BUCKET_OF_RANK = 40e6, 1e6
@@ -151,7 +152,7 @@ def _check(setup: TrainingSetup) -> None:
 
 
 def _cluster(stated: Hardware) -> Iterator[tuple[str, float]]:
-    """In which numbers the cluster of a row differs from its profile (`planner.published.reading_hardware`)."""
+    """Yield the numbers in which a row's cluster differs from its profile (`planner.published.reading_hardware`)."""
     shipped = load_profile(stated.name)
     if stated.device_memory_bytes != shipped.device_memory_bytes:
         yield MEMORY, stated.device_memory_bytes

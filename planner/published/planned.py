@@ -73,7 +73,7 @@ class Workplace:
         return f"hf:{folder}"
 
     def _profile(self, run: PinnedRun, *, limited: bool) -> str:
-        """The shipped profile, or one with memory for any plan, or whose float32 products run in TF32."""
+        """The shipped profile, or a file of one with what the run and this folder change."""
         if limited and not run.tf32 and not self.slower and not run.cluster:
             return run.hardware
         changed = _changed_profile(run.hardware, run.cluster, limited=limited, tf32=run.tf32, slower=self.slower)
@@ -89,7 +89,10 @@ def _changed_profile(
     tf32: bool,
     slower: tuple[tuple[str, float], ...] = (),
 ) -> str:
-    """The text of a shipped profile with numbers of another cluster, memory for any plan, TF32 products, or slower."""
+    """Return the text of a shipped profile with the numbers of another cluster, more memory or other speeds.
+
+    ``limited`` keeps the memory, ``tf32`` runs float32 products in TF32, ``slower`` is that of `Workplace`.
+    """
     content = yaml.safe_load(profile_text(name)[0])
     for path, value in cluster:
         *parents, last = path.split(".")
@@ -107,7 +110,7 @@ def _changed_profile(
     narrow = content["kernels"].get("convolution", {}).get("peak_flops", {})
     if tf32 and "float32" in narrow:
         content["device"]["peak_flops"]["float32"] = dict(narrow["float32"])
-    training = content.get("training", {})
+    training = content.setdefault("training", {}) if slower else {}
     for factor, times in slower:
         training[factor] = {
             "value": training.get(factor, {}).get("value", 1.0) * times,

@@ -44,7 +44,7 @@ class WhatIfRow:
 
     @property
     def setting(self) -> str:
-        """The settings in words; empty where there are none."""
+        """The settings as text; empty without any."""
         return ", ".join(f"{key}={value}" for key, value in self.settings.items())
 
     @property

@@ -85,7 +85,7 @@ FREE = UnitPins()
 
 
 def layers_of(names: Sequence[str]) -> range:
-    """Places of the layers among units: the list of modules that has most of them, all units where there is none.
+    """Return where the layers lie among the units: the longest list of modules, or all units if there is no list.
 
     >>> layers_of(["embedding", "blocks.0", "blocks.1", "norm"])
     range(1, 3)
