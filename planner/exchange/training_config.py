@@ -15,6 +15,8 @@ from simulator.errors import InputError
 
 CHEAP_MODULES = ("core_attn", "layernorm", "moe_act")
 """Parts of a layer, by Megatron-LM's names, that selective recomputation of a plan computes again."""
+MOST_LAYERS = 100_000
+"""Layers, and chunks that they are dealt out over, of the longest configuration that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,9 @@ class TrainingConfig:
     expert_overlap: bool | None = None
     overlap_gradients: bool | None = None
     overlap_parameters: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_size(self.num_layers or 0, (self.pp or 1) * (self.vpp or 1))
 
     @property
     def dp(self) -> int | None:
@@ -148,10 +153,25 @@ def config_of(plan: Plan, graph: OperatorGraph, *, overlaps: bool = True) -> Tra
 def even_layers(layers: int, chunks: int) -> tuple[int, ...]:
     """Layers of each chunk where they are dealt out evenly, the first chunks having those that are left over.
 
+    Raises
+    ------
+    InputError
+        There are more than `MOST_LAYERS` layers or chunks.
+
+    Examples
+    --------
     >>> even_layers(10, 4)
     (3, 3, 2, 2)
     """
+    _check_size(layers, chunks)
     return tuple(layers // chunks + (place < layers % chunks) for place in range(chunks))
+
+
+def _check_size(layers: int, chunks: int) -> None:
+    if max(layers, chunks) > MOST_LAYERS:
+        raise InputError(
+            f"{layers} layers in {chunks} chunks are more than the {MOST_LAYERS} that are read; correct the numbers"
+        )
 
 
 def module_parts(config: TrainingConfig, first: str, layer: str, last: Sequence[str]) -> list[list[str]]:

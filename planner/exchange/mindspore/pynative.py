@@ -15,7 +15,7 @@ import yaml
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, unnamed_stages
 from planner.exchange.keyed import Document, nested
-from planner.exchange.training_config import TrainingConfig, even_layers
+from planner.exchange.training_config import MOST_LAYERS, TrainingConfig, even_layers
 from planner.networks.mindformers_config import transformers_config
 from simulator.errors import InputError
 
@@ -45,7 +45,6 @@ KEYS: Mapping[str, str] = {
 }
 DEGREES = ("tp", "pp", "cp", "ep")
 SCHEDULES: Mapping[str, str] = {name: name for name in ("gpipe", "1f1b", "interleaved_1f1b")}
-MOST_LAYERS = 100_000
 METHODS: Mapping[str, str] = {"colossal": "ring", "ulysses": "all_to_all", "hybrid": "ring"}
 MODES: Mapping[str, str] = {"None": "none", "full": "full", "select": "selective"}
 LOCAL, LAYERS, MODEL = "training.local_batch_size", KEYS["layers"], "model.model_config.num_hidden_layers"
