@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import NewGELUActivation
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations import moe as transformers_experts
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
@@ -37,7 +37,7 @@ from planner.networks.transformers_classes import (
     positions,
     trainable_class,
 )
-from planner.networks.zoo.experts import choose_experts, mix_experts
+from planner.networks.zoo.experts import choose_experts, gated_experts, mix_experts
 from planner.networks.zoo.llama import RootMeanSquareNorm, rotary_table
 from simulator.errors import InputError, MeshwrightError, NetworkError, UnsupportedError
 
@@ -198,7 +198,7 @@ def make_model(path: str, config: PreTrainedConfig, model_class: type[Any], leng
     """Make the model of a configuration, which it changes; transformers' own complaints name the file."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _pattern)
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+    transformers_experts.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
     _check(path, config.model_type, config)
     for part in _parts(config):
         part.use_cache = False
@@ -261,6 +261,8 @@ def _simplify(model: nn.Module, config: PreTrainedConfig, length: int) -> None:
                 setattr(parent, name, GroupedRouter(child, config))
             elif class_name in ("DeepseekV2Attention", "DeepseekV3Attention"):
                 setattr(parent, name, LatentAttention(child, _attention))
+            elif class_name.endswith("Experts") and _is_plain_experts(child):
+                setattr(parent, name, SeparateExperts(child, length))
             elif class_name.endswith("Experts"):
                 child.sequence_length = length
 
@@ -451,18 +453,56 @@ def _repeat_heads(x: Tensor, groups: int) -> Tensor:
     return x.unsqueeze(2).expand(batch, heads, groups, length, dim).flatten(1, 2)
 
 
+class SeparateExperts(nn.Module):
+    """Experts whose gates and what they open have weights of their own, so that tensor ranks can share an expert."""
+
+    def __init__(self, experts: Any, length: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = map(nn.Parameter, experts.gate_up_proj.detach().chunk(2, dim=1))
+        self.down_proj, self.act_fn, self.sequence_length = experts.down_proj, experts.act_fn, length
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Map ``(tokens, hidden)`` to the same shape; experts of each token and their weights ``(tokens, top_k)``."""
+        return mix_experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            experts=self.gate_proj.shape[0],
+            length=self.sequence_length,
+            compute=lambda x: gated_experts(x, self.gate_proj, self.up_proj, self.down_proj, self.act_fn),
+        )
+
+
+def _is_plain_experts(experts: Any) -> bool:
+    """Whether a module of transformers keeps its gates, then what they open, in one weight and nothing beside."""
+    own = {name for name, _ in experts.named_parameters()}
+    gate = getattr(type(experts), "_apply_gate", None)
+    plain = gate is not None and gate is getattr(transformers_experts, "_default_apply_gate", None)
+    layout = getattr(experts, "is_concatenated", True) and not getattr(experts, "is_transposed", False)
+    return plain and layout and own == {"gate_up_proj", "down_proj"}
+
+
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any) -> Tensor:
     """Mix the experts of a module of transformers."""
+    if getattr(module, "has_post_expert_norm", False):
+        raise UnsupportedError(
+            f"{type(module).__name__} has a norm behind each expert, which is not supported; write the network with its "
+            "loss as py:MODULE:FACTORY"
+        )
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    biases = (getattr(module, f"{first}_bias"), module.down_proj_bias) if module.has_bias else None
+    biases = (getattr(module, f"{first}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
+    between = module._apply_gate if module.has_gate else module.act_fn
+    up = getattr(module, first)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = torch.bmm(x, weight if module.is_transposed else weight.transpose(1, 2))
+        return product if bias is None else product + bias.unsqueeze(1)
+
     return mix_experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        up=getattr(module, first),
-        down=module.down_proj,
+        experts=up.shape[0],
         length=module.sequence_length,
-        between=module._apply_gate if module.has_gate else module.act_fn,
-        biases=biases,
-        transposed=module.is_transposed,
+        compute=lambda x: product(between(product(x, up, biases[0])), module.down_proj, biases[1]),
     )

@@ -165,7 +165,7 @@ def _experts_whole(plan: Plan) -> bool:
     """Whether tensor ranks have experts of their own, not parts of all of them."""
     place = next(i for i, axis in enumerate(plan.mesh.axes) if axis.name == "tensor")
     rules = (*(part.rules for part in plan.layers), plan.rules)
-    stored = [each[name] for each in rules for name in each if re.search(r"experts\.(?:gate_up|down)", name)]
+    stored = [each[name] for each in rules for name in each if re.search(r"experts\.(?:gate|up|down)", name)]
     return bool(stored) and all(rule[place].outputs[0] == 0 for rule in stored)  # the dim of experts
 
 

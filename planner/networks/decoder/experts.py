@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from planner.graph.operator_graph import BatchSize
-from planner.networks.decoder.operators import elementwise, expand, halves, transpose, unsqueeze, view
+from planner.networks.decoder.operators import elementwise, expand, transpose, unsqueeze, view
 from planner.networks.decoder.tape import Dims, Shape, Tape, Value, elements, size
 from planner.networks.zoo.configs import CAPACITY
 from simulator.program import Kernel
@@ -21,10 +21,10 @@ def choose_experts(tape: Tape, logits: Value, chosen: int) -> tuple[Value, Value
     return elementwise(tape, "div.Tensor", best, total), index
 
 
-def mix_experts(tape: Tape, x: Value, index: Value, weights: Value, parameters: tuple[Value, Value], act: str) -> Value:
+def mix_experts(tape: Tape, x: Value, index: Value, weights: Value, parameters: tuple[Value, ...], act: str) -> Value:
     """Write the experts' mixture of ``x`` ``(tokens, hidden)``; `act` names the activation's module, if it has one."""
-    gate_up, down = parameters
-    tokens, experts, chosen, hidden = elements(x.dims[:1]), size(gate_up.dims[0]), size(index.dims[1]), x.dims[1]
+    gate, up, down = parameters
+    tokens, experts, chosen, hidden = elements(x.dims[:1]), size(gate.dims[0]), size(index.dims[1]), x.dims[1]
     capacity = min(tokens, math.ceil(CAPACITY * chosen * tokens / experts))
     slots = experts * capacity
     sequences = view(tape, x, (BatchSize(1), tokens, hidden))
@@ -39,8 +39,8 @@ def mix_experts(tape: Tape, x: Value, index: Value, weights: Value, parameters: 
     taken = _gather(tape, padded, token)
     by_expert = transpose(tape, view(tape, taken, (BatchSize(1), experts, capacity, hidden)), 0, 1)
     by_expert = view(tape, by_expert, (experts, BatchSize(capacity), hidden))
-    gate, up = halves(tape, bmm(tape, by_expert, transpose(tape, gate_up, 1, 2)))
-    gated = elementwise(tape, "mul.Tensor", _silu(tape, gate, act), up)
+    opening = _silu(tape, bmm(tape, by_expert, transpose(tape, gate, 1, 2)), act)
+    gated = elementwise(tape, "mul.Tensor", opening, bmm(tape, by_expert, transpose(tape, up, 1, 2)))
     out = bmm(tape, gated, transpose(tape, down, 1, 2))
     out = transpose(tape, view(tape, out, (experts, BatchSize(1), capacity, hidden)), 0, 1)
     out = view(tape, out, (BatchSize(1), slots, hidden))

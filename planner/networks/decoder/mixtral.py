@@ -23,7 +23,8 @@ class ZooMixtral(ZooLlama):
     def feed_forward_parameters(self, path: str) -> Iterator[tuple[str, Dims]]:
         """Names and dims of one block's experts."""
         config = self.config
-        yield f"{path}.experts.gate_up", (config.experts, 2 * config.intermediate, config.hidden)
+        for name in ("gate", "up"):
+            yield f"{path}.experts.{name}", (config.experts, config.intermediate, config.hidden)
         yield f"{path}.experts.down", (config.experts, config.hidden, config.intermediate)
         yield f"{path}.experts.router.weight", (config.experts, config.hidden)
 
@@ -32,7 +33,7 @@ class ZooMixtral(ZooLlama):
         with tape.inside("experts"):
             tokens = _tokens(tape, x)
             weights, index = choose_experts(tape, write.linear(tape, "router", tokens), self.config.chosen_experts)
-            parameters = tape.own("gate_up"), tape.own("down")
+            parameters = tape.own("gate"), tape.own("up"), tape.own("down")
             return view(tape, mix_experts(tape, tokens, index, weights, parameters, ""), x.dims)
 
 
@@ -46,7 +47,8 @@ class HuggingFaceMixtral(HuggingFaceLlama):
     def feed_forward_parameters(self, path: str) -> Iterator[tuple[str, Dims]]:
         """Names and dims of one block's experts."""
         yield f"{path}.gate.weight", (self.experts, self.hidden)
-        yield f"{path}.experts.gate_up_proj", (self.experts, 2 * self.intermediate, self.hidden)
+        for name in ("gate_proj", "up_proj"):
+            yield f"{path}.experts.{name}", (self.experts, self.intermediate, self.hidden)
         yield f"{path}.experts.down_proj", (self.experts, self.hidden, self.intermediate)
 
     def feed_forward(self, tape: Tape, x: Value) -> Value:
@@ -56,7 +58,7 @@ class HuggingFaceMixtral(HuggingFaceLlama):
         with tape.inside("gate"):
             weights, index = choose_experts(tape, logits, self.chosen_experts)
         with tape.inside("experts"):
-            parameters = tape.own("gate_up_proj"), tape.own("down_proj")
+            parameters = tape.own("gate_proj"), tape.own("up_proj"), tape.own("down_proj")
             mixed = mix_experts(tape, tokens, index, weights, parameters, "act_fn")
         return view(tape, mixed, x.dims)
 

@@ -18,23 +18,14 @@ def choose_experts(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
     return best / best.sum(-1, keepdim=True), index
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Gates in the first half of the last dim, through a sigmoid linear unit, times the second half."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 def mix_experts(
     hidden_states: Tensor,
     index: Tensor,
     weights: Tensor,
     *,
-    up: Tensor,
-    down: Tensor,
+    experts: int,
     length: int,
-    between: Callable[[Tensor], Tensor] = swiglu,
-    biases: tuple[Tensor, Tensor] | None = None,
-    transposed: bool = False,
+    compute: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Mix experts: each takes a fixed number of each sequence's tokens, in order.
 
@@ -45,17 +36,14 @@ def mix_experts(
     ----------
     hidden_states, index, weights
         ``(tokens, hidden)``, and the experts of each token with their weights, ``(tokens, chosen)``.
-    up, down
-        Weights ``(experts, 2 * intermediate, hidden)``, or without gates half as wide, and
-        ``(experts, hidden, intermediate)``; with `transposed` the other way round.
+    experts
+        How many there are.
     length
         Tokens of a sequence.
-    between
-        From the first product to what the second takes.
-    biases
-        Those of both products, ``(experts, width)``.
+    compute
+        What every expert makes of its own rows, ``(experts, rows, hidden)`` to the same shape.
     """
-    experts, chosen, hidden = up.shape[0], index.shape[-1], hidden_states.shape[-1]
+    chosen, hidden = index.shape[-1], hidden_states.shape[-1]
     capacity = min(length, math.ceil(CAPACITY * chosen * length / experts))
     x = hidden_states.view(-1, length, hidden)
     slot, kept = _slots(index.view(-1, length * chosen), experts, capacity)
@@ -63,17 +51,20 @@ def mix_experts(
     padded = F.pad(x, (0, 0, 0, 1))
     taken = padded.gather(1, token.unsqueeze(-1).expand(-1, -1, hidden))
     by_expert = taken.view(-1, experts, capacity, hidden).transpose(0, 1).flatten(1, 2)
-    first, second = (None, None) if biases is None else biases
-    out = _product(between(_product(by_expert, up, first, transposed)), down, second, transposed)
-    out = out.view(experts, -1, capacity, hidden).transpose(0, 1).flatten(1, 2)
+    out = compute(by_expert).view(experts, -1, capacity, hidden).transpose(0, 1).flatten(1, 2)
     returned = out.gather(1, slot.clamp(max=experts * capacity - 1).unsqueeze(-1).expand(-1, -1, hidden))
     weighted = returned * (weights.view(-1, length * chosen) * kept).unsqueeze(-1)
     return weighted.view(-1, chosen, hidden).sum(1)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    product = torch.bmm(x, weight if transposed else weight.transpose(1, 2))
-    return product if bias is None else product + bias.unsqueeze(1)
+def gated_experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """Feed the rows ``(experts, rows, hidden)`` of each expert through its gated layer.
+
+    Gates and what they open have weights of their own, ``(experts, intermediate, hidden)``: ranks that share an expert
+    then cut both by the same columns, and exchange nothing between the products.
+    """
+    opened = act(torch.bmm(x, gate.transpose(1, 2))) * torch.bmm(x, up.transpose(1, 2))
+    return torch.bmm(opened, down.transpose(1, 2))
 
 
 def _slots(index: Tensor, experts: int, capacity: int) -> tuple[Tensor, Tensor]:

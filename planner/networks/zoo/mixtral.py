@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.networks.zoo.configs import LlamaConfig, MixtralConfig
-from planner.networks.zoo.experts import choose_experts, mix_experts
+from planner.networks.zoo.experts import choose_experts, gated_experts, mix_experts
 from planner.networks.zoo.llama import Attention, Llama, RootMeanSquareNorm
 
 
@@ -17,15 +18,21 @@ class Experts(nn.Module):
         super().__init__()
         self.chosen = config.chosen_experts
         self.router = nn.Linear(config.hidden, config.experts, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.intermediate, config.hidden))
+        self.gate = nn.Parameter(torch.empty(config.experts, config.intermediate, config.hidden))
+        self.up = nn.Parameter(torch.empty(config.experts, config.intermediate, config.hidden))
         self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.intermediate))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, length, hidden)`` to the same shape."""
         tokens = x.flatten(0, 1)
         weights, index = choose_experts(self.router(tokens), self.chosen)
-        mixed = mix_experts(tokens, index, weights, up=self.gate_up, down=self.down, length=x.shape[1])
+        experts, length = self.gate.shape[0], x.shape[1]
+        mixed = mix_experts(tokens, index, weights, experts=experts, length=length, compute=self.feed_forward)
         return mixed.view(x.shape)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Map the rows of each expert, ``(experts, rows, hidden)``, to the same shape."""
+        return gated_experts(x, self.gate, self.up, self.down, F.silu)
 
 
 class Block(nn.Module):

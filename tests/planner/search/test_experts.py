@@ -65,7 +65,7 @@ def best(config: MixtralConfig, axes: tuple[MeshAxis, ...], samples: int) -> tup
 def test_experts_are_split_over_devices(devices: int) -> None:
     graph, rules = best(HEAVY, (MeshAxis("data", devices),), samples=8)
     products = [node for node in graph.nodes if node.op == "aten.bmm.default"]
-    assert len(products) == 2 * 6
+    assert len(products) == 3 * 6
     for node in products:
         (rule,) = rules[node.name]
         assert (rule.inputs, rule.outputs) == ((0, 0), (0,)), node.name
@@ -165,9 +165,17 @@ def test_tensor_ranks_have_whole_experts_or_a_part_of_each_where_it_is_pinned() 
     for said in (None, "width", "whole"):
         found = search.scored(search.explore(replace(pins, expert_cut=said), solves=2), 1)[0]
         names = [one.name for one in found.plan.mesh.axes]
-        stored = [rule for name, rule in expanded_rules(found.plan).items() if name.endswith((".gate_up", ".down"))]
+        stored = [
+            rule
+            for name, rule in expanded_rules(found.plan).items()
+            if name.endswith((".experts.gate", ".experts.up", ".experts.down"))
+        ]
         assert {rule[names.index("expert")].outputs for rule in stored} == {(0,)}
-        cut[said] = {rule[names.index("tensor")].outputs[0] for rule in stored}
+        tensor = names.index("tensor")
+        cut[said] = {rule[tensor].outputs[0] for rule in stored}
+        opened = [rule[tensor] for name, rule in expanded_rules(found.plan).items() if name.endswith("/silu")]
+        if said == "width":  # gates and what they open are cut alike, so that nothing travels between the products
+            assert opened and all({*rule.inputs, *rule.outputs} == {2} for rule in opened)
         seconds[said] = found.placed.objective_s
     assert cut["whole"] == {0}
     assert cut["width"] <= {1, 2}
