@@ -486,8 +486,8 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     """Mix the experts of a module of transformers."""
     if getattr(module, "has_post_expert_norm", False):
         raise UnsupportedError(
-            f"{type(module).__name__} has a norm behind each expert, which is not supported; write the network with its "
-            "loss as py:MODULE:FACTORY"
+            f"{type(module).__name__} has a norm behind each expert, which is not supported; write the network with "
+            "its loss as py:MODULE:FACTORY"
         )
     first = "gate_up_proj" if module.has_gate else "up_proj"
     biases = (getattr(module, f"{first}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
