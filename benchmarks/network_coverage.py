@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,29 +165,35 @@ def write_short_config(kind: str, folder: str) -> None:
 
 def tried(name: str, source: str, seconds: int) -> Outcome:
     """Capture and plan one network in a child process."""
+    network = f"{source}:{name}"
+    found = in_child(partial(_outcome, name, source), seconds)
+    return Outcome(**found) if found else Outcome(network=network, outcome="limit", reason=f"over {seconds} s")
+
+
+def in_child(make: Callable[[str], dict[str, Any]], seconds: int) -> dict[str, Any] | None:
+    """What `make` returns of a folder of its own, as JSON has it, with the seconds of processor time that it took.
+
+    It runs in a child process; None where that ends before, as it does after so many `seconds` of processor time.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "outcome.json"
+        place = Path(folder) / "made.json"
         child = os.fork()
         if child == 0:
             try:
                 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-                _write(place, name, source, folder)
+                began = time.process_time()
+                made = make(folder)
+                write_whole(place, json.dumps({**made, "processor_s": round(time.process_time() - began, 1)}))
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        if not place.is_file():
-            return Outcome(network=f"{source}:{name}", outcome="limit", reason=f"over {seconds} s", processor_s=seconds)
-        return Outcome(**json.loads(place.read_text()))
+        return dict(json.loads(place.read_text())) if place.is_file() else None
 
 
-def _write(place: Path, name: str, source: str, folder: str) -> None:
+def _outcome(name: str, source: str, folder: str) -> dict[str, Any]:
     os.environ["MESHWRIGHT_CACHE"] = "off"
-    began = time.process_time()
     outcome, reason = _planned(name, source, folder)
-    found = Outcome(
-        network=f"{source}:{name}", outcome=outcome, reason=reason, processor_s=round(time.process_time() - began, 1)
-    )
-    write_whole(place, json.dumps(asdict(found)))
+    return asdict(Outcome(network=f"{source}:{name}", outcome=outcome, reason=reason))
 
 
 def _planned(name: str, source: str, folder: str) -> tuple[str, str]:

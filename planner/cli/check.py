@@ -165,7 +165,7 @@ def degrees(candidate: Candidate) -> str:
     plan = candidate.plan
     degrees = {
         "dp": plan.degree("data") * plan.degree("expert"), "tp": plan.degree("tensor"), "pp": plan.pipeline,
-        "vpp": plan.virtual, "cp": plan.degree("context"), "ep": plan.degree("expert"),
+        "vpp": plan.virtual, "cp": plan.degree("context"), "ep": plan.expert_ranks,
     }  # fmt: skip
     said = " ".join(f"{name}={size}" for name, size in degrees.items() if size > 1 or name == "dp")
     words = [plan.schedule, plan.optimizer_sharding, f"recompute={plan.recompute}"]

@@ -51,7 +51,8 @@ def pinned(config: TrainingConfig, base: PlanRequest, graph: OperatorGraph) -> P
     if config.offload_optimizer is False:
         pins["offload_optimizer"] = "false"
     dp = config.dp or 1
-    pins |= _experts(config, dp, notes) | _sharding(config, dp, notes)
+    experts = _experts(config, dp, notes)
+    pins |= experts | _sharding(config, dp, int(experts.get("ep", 1)))
     marks, recompute = _layers(config, graph, notes)
     return Pinned(
         request=replace(
@@ -88,20 +89,17 @@ def _experts(config: TrainingConfig, dp: int, notes: list[str]) -> dict[str, str
     return pins
 
 
-def _sharding(config: TrainingConfig, dp: int, notes: list[str]) -> dict[str, str]:
-    level, expert = config.optimizer_sharding, config.ep or 1
+def _sharding(config: TrainingConfig, dp: int, expert: int) -> dict[str, str]:
+    level = config.optimizer_sharding
     if level is None:
         return {}
     if level == "none":
         return {"optimizer_sharding": "none"}
-    tensor = config.tp or 1
-    ranks = dp // gcd(dp, expert // tensor if config.etp == 1 and expert % tensor == 0 else expert)
-    if ranks == 1:
-        if dp > 1:
-            notes.append(f"states are whole, not {level}: all {dp} data-parallel ranks hold different experts")
+    if dp * (config.cp or 1) == 1:
         return {}
     pins = {"optimizer_sharding": level, "sharding_threshold_kb": "0"}
-    if config.shard_size and ranks % config.shard_size == 0:
+    ranks = dp // expert
+    if config.shard_size and ranks > 1 and ranks % config.shard_size == 0:
         pins["shard_size"] = str(config.shard_size)
     return pins
 

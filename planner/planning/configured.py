@@ -28,7 +28,7 @@ from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.explored import Explored, Placed, Unfit, diverse, joined
 from planner.search.configurations.limits import PROOF
 from planner.search.configurations.pin_checks import check_pins
-from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, orders
+from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, expert_cut, orders
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.exact.elimination import TooWideError
 from planner.search.patience import Patience
@@ -191,7 +191,7 @@ class Configured:
                 sequence_parallel=pins.sequence_parallel,
                 context_algorithm=algorithm,
                 experts_stay=pins.experts_stay,
-                expert_cut=pins.expert_cut or "any",
+                expert_cut=expert_cut(pins, configuration),
                 tensor_cut=pins.tensor_cut or "any",
                 shares_states=configuration.all_replicas,
             ),
@@ -203,7 +203,7 @@ class Configured:
     def _table_key(self, pins: Pins, configuration: Configuration, hardware: Hardware) -> tuple[object, ...]:
         """All that tables of labels depend on beside the graph."""
         asked: tuple[object, ...] = (
-            pins.recompute, pins.sequence_parallel, pins.experts_stay, pins.expert_cut, pins.tensor_cut,
+            pins.recompute, pins.sequence_parallel, pins.experts_stay, expert_cut(pins, configuration), pins.tensor_cut,
         )  # fmt: skip
         if self.hints:
             asked = (*asked, self.hints, configuration.data)
@@ -396,6 +396,7 @@ class Configured:
             offload_optimizer=c.offload,
             context_algorithm=c.context_algorithm,
             offload_ranges=offload_ranges(names, self.unit_pins.swaps),
+            whole_experts=c.tensor > 1 and tables.parts.setting.expert_cut == "whole",
         )
 
     def certificate(self, explored: Explored) -> Certificate:

@@ -70,7 +70,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "pp": plan.pipeline,
         "vpp": plan.virtual,
         "cp": plan.degree("context"),
-        "ep": plan.degree("expert"),
+        "ep": plan.expert_ranks,
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,
         "micro_batches": plan.micro_batches,

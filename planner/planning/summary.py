@@ -27,7 +27,7 @@ def degrees_text(plan: Plan) -> str:
     """Return the choices of a plan by the names of their pins; those that change nothing are left out."""
     degrees = {
         "dp": plan.degree("data") * plan.degree("expert"), "tp": plan.degree("tensor"), "pp": plan.pipeline,
-        "vpp": plan.virtual, "cp": plan.degree("context"), "ep": plan.degree("expert"),
+        "vpp": plan.virtual, "cp": plan.degree("context"), "ep": plan.expert_ranks,
     }  # fmt: skip
     said = [f"{name}={size}" for name, size in degrees.items() if size > 1 or name == "dp"]
     said += [f"micro_batch={plan.micro_batch}"]

@@ -185,6 +185,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         **({"tensor_overlap": True} if plan.tensor_overlap else {}),
         **({"expert_overlap": True} if plan.expert_overlap else {}),
         **({"sent_once": plan.sent_once} if plan.sent_once else {}),
+        **({"whole_experts": True} if plan.whole_experts else {}),
         "certificate": asdict(plan.certificate) | {"status": plan.certificate.status.value},
         "prediction": None if prediction is None else dict(prediction),
         "placements": _placements(plan.rules),
@@ -251,6 +252,7 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         tensor_overlap=model.tensor_overlap,
         expert_overlap=model.expert_overlap,
         sent_once=model.sent_once,
+        whole_experts=model.whole_experts,
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
 

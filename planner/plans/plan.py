@@ -171,6 +171,7 @@ class Plan:
     expert_overlap : tokens travel to their experts and back beside what another micro-batch computes
     sent_once : experts that a token goes to, where it travels once to each node for all of them; 0 where it travels
         once for each of them
+    whole_experts : a pin gives tensor ranks whole experts of their own, as ranks of an expert axis have
     copies : parts that the samples of a micro-batch are divided into, whose operators are issued in turn so that the
         messages of one travel while another computes
     """
@@ -217,6 +218,7 @@ class Plan:
     tensor_overlap: bool = False
     expert_overlap: bool = False
     sent_once: int = 0
+    whole_experts: bool = False
 
     @property
     def devices(self) -> int:
@@ -234,6 +236,16 @@ class Plan:
     def degree(self, axis: str) -> int:
         """Size of the mesh axis called `axis`, 1 where the mesh has none."""
         return next((a.size for a in self.mesh.axes if a.name == axis), 1)
+
+    @property
+    def expert_ranks(self) -> int:
+        """What a pin of ``ep`` says: ranks of the expert axis, times tensor ranks where it counts these as well.
+
+        It does where tensor ranks have whole experts and the product does not divide the data-parallel ranks.
+        """
+        expert = self.degree("expert")
+        dealt = expert * self.degree("tensor")
+        return dealt if self.whole_experts and self.degree("data") * expert % dealt else expert
 
     def layer_modes(self) -> tuple[str, ...]:
         """Mode of recomputation of each layer of the runs of equal blocks, in the order of the network.

@@ -228,6 +228,7 @@ class StrategyModel(_Strict):
     tensor_overlap: bool = False
     expert_overlap: bool = False
     sent_once: Annotated[int, Field(ge=0)] = 0
+    whole_experts: bool = False
     certificate: CertificateModel
     prediction: PredictionModel | None
     placements: PlacementsModel

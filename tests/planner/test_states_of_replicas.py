@@ -11,9 +11,11 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.pipeline import lower_pipeline
 from planner.networks import load_network
 from planner.planning.planning import plan_network
+from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.plan import Plan, expanded_rules
 from planner.plans.request import PlanRequest
 from planner.search.problem.states import SHARING
+from simulator.errors import InputError
 from simulator.profiles import load_profile
 from simulator.program import BufferKind, Collective
 from tests.planner.execution.small import place
@@ -73,3 +75,22 @@ def test_states_that_are_not_sharded_stay_whole_on_every_axis() -> None:
     for node in (nodes.nodes[parameter.node] for parameter in nodes.parameters):
         of_experts = len(node.outputs[0].shape) == 3
         assert (rules[node.name][0].outputs[0] >= 0) == of_experts, node.name
+
+
+def test_ep_beyond_the_data_parallel_ranks_deals_whole_experts_to_tensor_ranks() -> None:
+    """It was refused, though recipes of Megatron-LM with an expert tensor size of one have it."""
+    plan, graph = planned("mixtral", pp="1", tp="2", dp="2", ep="4", micro_batch="1", optimizer_sharding="zero1")
+    assert [(axis.name, axis.size) for axis in plan.mesh.axes] == [("expert", 2), ("tensor", 2)]
+    assert plan.expert_ranks == 4
+    assert plan_from_text(plan_to_text(plan)).plan.expert_ranks == 4
+    rules, nodes = expanded_rules(plan), lowered_of(plan, graph).graph
+    held = [nodes.nodes[parameter.node] for parameter in nodes.parameters]
+    cuts = {tuple(rule.outputs[0] for rule in rules[n.name]) for n in held if len(n.outputs[0].shape) == 3}
+    assert cuts == {(0, 0)}
+
+
+def test_ep_that_neither_data_nor_tensor_ranks_make_is_refused() -> None:
+    with pytest.raises(InputError, match=r"pins dp=1 ep=4: ep must divide dp, or .*; use ep=2"):
+        planned("mixtral", tp="2", pp="2", dp="1", ep="4")
+    with pytest.raises(InputError, match="ep must divide dp"):
+        planned("mixtral", tp="2", pp="1", dp="2", ep="4", expert_cut="width")

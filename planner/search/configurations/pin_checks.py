@@ -16,6 +16,7 @@ from planner.search.configurations.space import (
     algorithms,
     configurations,
     context_obstacle,
+    counts_tensor_ranks,
     degrees,
     divisors,
     experts_divide,
@@ -88,16 +89,22 @@ def _experts(extent: Extent) -> None:
     if experts % pins.ep:
         near = _nearest(pins.ep, divisors(experts))
         raise InputError(f"pin ep={pins.ep}: it must divide the network's {experts} experts; use ep={near}")
-    if pins.dp is not None and pins.dp % pins.ep:
-        near = _nearest(pins.ep, [d for d in divisors(pins.dp) if experts_divide(extent, d)])
-        raise InputError(f"pins dp={pins.dp} ep={pins.ep}: ep must divide dp; use ep={near}")
     inside = prod(value or 1 for value in (pins.tp, pins.pp, pins.cp))
-    if (extent.devices // inside) % pins.ep:
-        ranks = extent.devices // inside
-        near = _nearest(pins.ep, [d for d in divisors(ranks) if experts_divide(extent, d)])
+    ranks = pins.dp or extent.devices // inside
+    tensor = [pins.tp] if pins.tp is not None else divisors(extent.devices)
+    alone = [d for d in divisors(ranks) if experts_divide(extent, d)]
+    dealt = {axis * t for t in tensor for axis in alone if experts_divide(extent, axis * t)}
+    possible = sorted({*alone, *(() if pins.expert_cut == "width" else dealt)})
+    if pins.ep not in possible:
+        near = _nearest(pins.ep, possible)
+        if pins.dp is not None:
+            raise InputError(
+                f"pins dp={pins.dp} ep={pins.ep}: ep must divide dp, or be a divisor of dp times tp, whose ranks have "
+                f"whole experts then; use ep={near}"
+            )
         raise InputError(
-            f"pin ep={pins.ep}: it must divide the data-parallel ranks, and at most {ranks} are left of "
-            f"{extent.devices} devices beside tp × pp × cp = {inside}; use ep={near}"
+            f"pin ep={pins.ep}: it must divide the data-parallel ranks, of which at most {ranks} are left of "
+            f"{extent.devices} devices beside tp × pp × cp = {inside}, or these and the tensor ranks; use ep={near}"
         )
 
 
@@ -133,6 +140,8 @@ def _cut_experts(extent: Extent) -> None:
         why = "there is one tensor rank alone" if experts else "the network has no experts"
         raise InputError(f"pin {named}: {why}; use expert_cut=any")
     dealt = (pins.ep or 1) * (pins.tp or 1)
+    if pins.dp is not None and counts_tensor_ranks(pins, pins.dp, pins.tp or 1):
+        dealt = pins.ep or 1
     if pins.expert_cut == "whole" and experts % dealt:
         raise InputError(
             f"pin {named}: whole experts are dealt out over {dealt} ranks of the expert and tensor axes, which must "

@@ -167,11 +167,39 @@ def _degrees(extent: Extent, widest: int) -> Iterator[tuple[int, int, int, int, 
                 data_parallel = devices // inner
                 if pins.dp not in (None, data_parallel):
                     continue
-                most = max(extent.experts, 1) if pins.runs is None or pins.runs.expert_cut else 1
-                for expert in _pinned(pins.ep, [e for e in divisors(data_parallel) if e <= most]):
-                    dealt = expert * (tensor if pins.expert_cut == "whole" else 1)
-                    if data_parallel % expert == 0 and experts_divide(extent, dealt):
+                for expert in _expert_axes(extent, data_parallel, tensor):
+                    whole = pins.expert_cut == "whole" or counts_tensor_ranks(pins, data_parallel, tensor)
+                    if experts_divide(extent, expert * (tensor if whole else 1)):
                         yield pipeline, data_parallel, context, expert, tensor
+
+
+def _expert_axes(extent: Extent, data_parallel: int, tensor: int) -> list[int]:
+    """Sizes of the expert axis beside data-parallel and tensor ranks."""
+    pins = extent.pins
+    if pins.ep is None:
+        most = max(extent.experts, 1) if pins.runs is None or pins.runs.expert_cut else 1
+        return [e for e in divisors(data_parallel) if e <= most]
+    if counts_tensor_ranks(pins, data_parallel, tensor):
+        return [pins.ep // tensor]
+    return [pins.ep] if data_parallel % pins.ep == 0 else []
+
+
+def counts_tensor_ranks(pins: Pins, data_parallel: int, tensor: int) -> bool:
+    """Whether a pinned ``ep`` counts tensor ranks as well, which have whole experts then.
+
+    It does where it does not divide the data-parallel ranks, as they alone cannot deal out experts so.
+    """
+    if pins.ep is None or data_parallel % pins.ep == 0 or pins.expert_cut == "width" or tensor == 1:
+        return False
+    return pins.ep % tensor == 0 and data_parallel % (pins.ep // tensor) == 0
+
+
+def expert_cut(pins: Pins, configuration: Configuration) -> str:
+    """What tensor ranks of a configuration have of experts: ``any``, ``width`` or ``whole``."""
+    c = configuration
+    if pins.ep == c.expert * c.tensor and counts_tensor_ranks(pins, c.data_parallel, c.tensor):
+        return "whole"
+    return pins.expert_cut or "any"
 
 
 def _widest_run(pins: Pins, widest: int, devices: int) -> tuple[int, int]:

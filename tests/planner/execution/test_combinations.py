@@ -68,6 +68,26 @@ def test_latent_attention_trains_alike() -> None:
     assert not {name_of(*one): fault for one in taken if (fault := trials.fault(*one))}
 
 
+@pytest.mark.slow
+def test_states_shared_over_replicas_of_all_axes_train_alike() -> None:
+    """Eight ranks share states along context and expert axes; an ep beyond dp deals whole experts to tensor ranks."""
+    ways = (
+        {"network": "llama", "dp": "2", "cp": "4", "optimizer_sharding": "zero3", "context_algorithm": "ring"},
+        {"network": "mixtral", "dp": "8", "ep": "4", "optimizer_sharding": "zero1", "micro_batch": "2"},
+        {"network": "mixtral", "dp": "2", "tp": "4", "ep": "4", "optimizer_sharding": "zero2"},
+        {"network": "mixtral", "dp": "2", "tp": "2", "pp": "2", "ep": "4", "optimizer_sharding": "zero1"},
+    )
+    plain = {name: values[0] for name, values in factors().items()} | {
+        "devices": "8", "global_batch": "16", "optimizer": "adam", "tp": "1", "cp": "1", "micro_batch": "1",
+        "micro_batches": "", "sharding_threshold_kb": "", "offload_to": "",
+    }  # fmt: skip
+    plain |= dict.fromkeys(("schedule", "context_algorithm", "expert_messages", "expert_cut"), "")
+    taken: list[tuple[Combination, str]] = [({**plain, **way}, EXACT) for way in ways]
+    trials = Trials(taken)
+    trials.run()
+    assert not {name_of(*one): fault for one in taken if (fault := trials.fault(*one))}
+
+
 def test_every_value_is_in_the_table() -> None:
     """What the planner has learnt since is not tested before it stands there."""
     assert [*ROWS[0]] == [*factors()], UPDATE

@@ -174,6 +174,7 @@ def plans(draw: st.DrawFn) -> Plan:
         tensor_overlap=draw(st.booleans()),
         expert_overlap=draw(st.booleans()),
         sent_once=draw(st.integers(0, 8)),
+        whole_experts=draw(st.booleans()),
         context_algorithm=draw(st.sampled_from(["ring", "all_to_all"])) if "context" in names else "none",
         certificate=draw(certificates()),
     )
