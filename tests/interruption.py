@@ -37,8 +37,9 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "what-if": ("what-if", "zoo:mlp", "--hw", "dgx-a100", "--devices", "2,4,8", "--jobs", "2", "--out", "{out}"),
     "execute": ("execute", "{strategy}", "--steps", "40", "--device", "cpu", "--out", "{out}"),
     "export": ("export", "{strategy}", "--to", "mindspore", "--out", "{out}"),
+    "calibrate": ("calibrate", "--device", "cpu", "--processes", "2", "--out", "{out}"),
 }
-NAMES = {"plan": "out.json", "simulate": "out.json", "what-if": "out.html", "execute": "out.json", "export": "out.json"}
+NAMES = {**dict.fromkeys(COMMANDS, "out.json"), "what-if": "out.html", "calibrate": "out.yaml"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,7 @@ def _codes(case: Case, itself: bool) -> set[int]:
     number = getattr(signal, f"SIG{case.signal}")
     if itself and case.signal != "STOP":
         return {0, -number, 128 + number}
-    return {0, 4, 130} if case.command == "execute" else {0}
+    return {0, 4, 130} if case.command in ("execute", "calibrate") else {0}
 
 
 def _whole(out: Path) -> Iterator[str]:

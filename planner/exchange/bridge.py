@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from planner.exchange import megatron
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Written, devices_of
 from planner.exchange.layout import read_layout, write_layout
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
 from simulator.errors import InputError
@@ -68,7 +68,7 @@ KEYS: Mapping[str, str] = {
     "shard_size": INSTANCES,
 }
 READ = frozenset((*KEYS.values(), METHOD, FULLY, STRATEGY, "model.offload_modules", "model.moe_token_dispatcher_type"))
-_DEVICES = re.compile(r"^#.* (\d+) GPUs", re.MULTILINE)
+_OVERRIDE = re.compile(r"(?<![\w.])([\w.]++)=('[^']*'|\"[^\"]*\"|\[[^\]=]*\]|\S+)")
 
 
 def overrides(config: TrainingConfig) -> dict[str, str]:
@@ -127,14 +127,13 @@ def read(text: str, source: str) -> ReadConfig:
     for line in text.splitlines():
         if line.lstrip().startswith("#"):
             continue
-        for key, value in re.findall(r"([\w.]+)=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\S+)", line):
+        for key, value in _OVERRIDE.findall(line):
             said[key] = value.strip("'\"")
     values = {key: value for key, value in said.items() if value.lower() not in ("null", "none")}
     found: dict[str, object] = {name: _number(values, key, source) for name, key in NUMBERS.items()}
     found |= {name: values[key].lower() == "true" for name, key in FLAGS.items() if key in values}
     pipeline = int(str(found["pp"] or 1))
-    devices = _DEVICES.search(text)
-    found["devices"] = int(devices[1]) if devices else None
+    devices = found["devices"] = devices_of(text, "GPUs")
     found |= _stages(values, said, pipeline, source)
     found |= _read_recompute(values, said, source)
     found["precision"] = next(
@@ -145,7 +144,7 @@ def read(text: str, source: str) -> ReadConfig:
         found["context_algorithm"] = {None: "none", "a2a": "all_to_all"}.get(values.get(CONTEXT), "ring")
     level = _level(values, source)
     instances = _number(values, INSTANCES, source) or 1
-    ranks = int(devices[1]) // (pipeline * int(str(found["tp"] or 1)) * int(str(found["cp"] or 1))) if devices else 0
+    ranks = devices // (pipeline * int(str(found["tp"] or 1)) * int(str(found["cp"] or 1))) if devices else 0
     config = TrainingConfig(
         **found,  # type: ignore[arg-type]
         optimizer_sharding=level,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -12,7 +13,7 @@ from planner.plans.capability import Capability, capabilities
 from simulator.errors import InputError
 from simulator.input_file import FileKind
 
-CONFIGURATION = FileKind(name="config", remedy="give a configuration of the framework", max_bytes=1 << 22)
+CONFIGURATION = FileKind(name="config", remedy="give a configuration of the framework", max_bytes=1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +155,16 @@ def _everywhere(config: TrainingConfig, keys: Mapping[str, str]) -> Iterator[Vio
             rule=f"it gives {len(config.layers)} chunks, and there are {pp} × {config.vpp or 1}",
             remedy="give each chunk its layers",
         )
+
+
+def devices_of(text: str, unit: str) -> int | None:
+    """Devices that a comment of an exported file states; None where none does.
+
+    >>> devices_of("# A plan of Meshwright on 16 GPUs: add these", "GPUs")
+    16
+    """
+    found = re.search(rf"^#.* ([0-9]{{1,12}}) {unit}", text, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def unnamed_stages(config: TrainingConfig, key: str) -> Iterator[Violation]:

@@ -37,7 +37,7 @@ KEYS: Mapping[str, str] = {
 }
 SCHEDULES: Mapping[str, str] = {"gpipe": "gpipe", "pipedream_flush": "1f1b"}
 LEVELS: Mapping[str, str] = {"ddp": "none", "zero2": "zero2", "zero3": "zero3"}
-_DEVICES = re.compile(r"on (\d+) GPUs|(\d+)nodes_(\d+)gpus")
+_DEVICES = re.compile(r"on ([0-9]{1,9}) GPUs|([0-9]{1,6})nodes_([0-9]{1,6})gpus")
 
 
 def document(config: TrainingConfig) -> dict[str, Any]:

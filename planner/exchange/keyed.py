@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planner.exchange.formats import CONFIGURATION
+from planner.exchange.training_config import LARGEST
 from simulator.errors import InputError
-
-LARGEST = 2**40
 
 
 class Document:
@@ -91,9 +90,12 @@ class Document:
         value = self.get(key, [])
         items = value.split(",") if isinstance(value, str) else value
         try:
-            return tuple(int(item) for item in items)
-        except (TypeError, ValueError):
-            raise InputError(f"{self._source}: {key} = {value!r:.60} is no list of whole numbers; correct it") from None
+            found = tuple(int(item) for item in items)
+        except (TypeError, ValueError, OverflowError):
+            found = (-1,)
+        if any(not 0 <= number <= LARGEST for number in found):
+            raise InputError(f"{self._source}: {key} = {value!r:.60} is no list of whole numbers; correct it")
+        return found
 
     def pass_over(self, prefix: str) -> None:
         """Count keys that begin so as read: they say nothing of the plan, and belong to it."""

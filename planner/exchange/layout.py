@@ -14,8 +14,8 @@ from itertools import groupby
 from simulator.errors import InputError
 
 MOST_LETTERS = 100_000
-_GROUP = re.compile(r"\(([^()]*)\)\*(\d+)")
-_LETTER = re.compile(r"(.)\*(\d+)")
+_GROUP = re.compile(r"\(([^()]*)\)\*0*([0-9]{1,9})")
+_LETTER = re.compile(r"(.)\*0*([0-9]{1,9})")
 
 
 def read_layout(text: str) -> tuple[tuple[int, ...], int]:
@@ -31,7 +31,7 @@ def read_layout(text: str) -> tuple[tuple[int, ...], int]:
     """
     expanded = text.replace(",", "").replace(" ", "")
     for pattern in (_GROUP, _LETTER):
-        size = sum(len(found[1]) * int(found[2][:9]) for found in pattern.finditer(expanded))
+        size = sum(len(found[1]) * int(found[2]) for found in pattern.finditer(expanded))
         if size > MOST_LETTERS:
             raise InputError(f"pipeline layout {text!r:.60}: it has more than {MOST_LETTERS} letters; correct it")
         expanded = pattern.sub(lambda found: found[1] * int(found[2]), expanded)

@@ -6,6 +6,7 @@ Megatron's defaults. A plan's ZeRO levels 2 and 3 are Megatron-FSDP's ``optim_gr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
@@ -17,6 +18,7 @@ from simulator.errors import InputError
 VERSION = "0.19"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEVICES = ("NUM_GPUS", "WORLD_SIZE")
+_COUNT = re.compile(r"[0-9]{1,12}")
 KEYS: Mapping[str, str] = {
     "devices": "WORLD_SIZE",
     "tp": "--tensor-model-parallel-size",
@@ -296,11 +298,11 @@ def _devices(script: Script, source: str) -> int | None:
     """Ranks of the job: a variable of that name, or processes a node times nodes."""
     for name in DEVICES:
         value = script.variables.get(name, "")
-        if value.isdecimal() and int(value):
+        if _COUNT.fullmatch(value) and int(value):
             return int(value)
     each = _value(script.options, "--nproc_per_node") or _value(script.options, "--nproc-per-node") or ""
     nodes = _value(script.options, "--nnodes") or "1"
-    return int(each) * int(nodes) if each.isdecimal() and nodes.isdecimal() else None
+    return int(each) * int(nodes) if _COUNT.fullmatch(each) and _COUNT.fullmatch(nodes) else None
 
 
 def _sizes(options: Mapping[str, tuple[str, ...]], source: str) -> dict[str, int | str]:
@@ -394,12 +396,13 @@ def _broken(script: Script, config: TrainingConfig, sizes: Mapping[str, int | st
             yield Violation(
                 key=flag, value=" ".join(options[flag]), rule=f"Megatron-LM {VERSION} has no such flag", remedy=remedy
             )
-    if KEYS["layers"] in options and config.layers == () and config.pp:
-        pieces = len(read_layout(options[KEYS["layers"]][0])[0])
+    layout = _value(options, KEYS["layers"])
+    if layout is not None and config.layers == () and config.pp:
+        pieces = len(read_layout(layout)[0])
         if pieces % config.pp:
             yield Violation(
                 key=KEYS["layers"],
-                value=options[KEYS["layers"]][0],
+                value=layout,
                 rule=f"its {pieces} pieces must be a multiple of {config.pp} pipeline ranks",
                 remedy="give each its layers",
             )

@@ -7,7 +7,6 @@ DualPipeV, products that send while they compute (MC2), and what goes to the hos
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import yaml
 
 from planner.exchange import megatron
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, devices_of
 from planner.exchange.keyed import Document
 from planner.exchange.shell import read_script
 from planner.exchange.training_config import TrainingConfig
@@ -141,7 +140,6 @@ FSDP2_KEYS: Mapping[str, str] = {
 }
 DTYPES: Mapping[str, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 CONTEXTS: Mapping[str, str] = {"ring": "ring", "ulysses": "all_to_all", "kvallgather": "ring"}
-_DEVICES = re.compile(r"^#.* (\d+) NPUs", re.MULTILINE)
 
 
 def write_fsdp2(config: TrainingConfig) -> Written:
@@ -175,8 +173,7 @@ def read_fsdp2(text: str, source: str) -> ReadConfig:
     tensor, context, expert, shard = (
         raw.number(f"parallel.{key}") for key in ("tp_size", "cp_size", "ep_size", "fsdp_size")
     )
-    named = _DEVICES.search(text)
-    devices = int(named[1]) if named else None
+    devices = devices_of(text, "NPUs")
     ranks = devices // (tensor * context) if devices else shard
     algorithm = raw.word(FSDP2_KEYS["context_algorithm"], CONTEXTS, "ulysses")
     gathers = raw.flag(FSDP2_KEYS["optimizer_sharding"], True)

@@ -7,9 +7,16 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+from simulator.errors import InputError
+
+MOST_LETTERS = 1 << 18
+"""Letters of a script with its variables put in: a script may double a variable on every line."""
+MOST_DIGITS = 15
+# Groups end at the next bracket, so that no text is read twice.
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
+_QUOTED = re.compile(rf"'[^']*'|\"[^\"]*\"|{_ARITHMETIC.pattern}")
 _PRODUCT = re.compile(r"\s*\$?(\w+)\s*(?:([*/+-])\s*\$?(\w+)\s*)?")
 
 
@@ -24,23 +31,31 @@ class Script:
 def read_script(text: str) -> Script:
     r"""Read the options of all commands of a script; variables that it sets are put in where they are used.
 
+    Raises
+    ------
+    InputError
+        The script with its variables put in has more than `MOST_LETTERS` letters.
+
     >>> read_script('N=2\nARGS=(\n  --size $((N * 4))  # eight\n  --fast\n)').options
     {'--size': ('8',), '--fast': ()}
     """
     variables: dict[str, str] = {}
     options: dict[str, tuple[str, ...]] = {}
+    left = MOST_LETTERS
+    _check_length(left - len(text))
     for line in _commands(text):
         assigned = _ASSIGNMENT.fullmatch(line.strip())
-        if assigned and not assigned[2].startswith("("):
-            value = _expanded(assigned[2], variables)
-            words = _words(value)
-            if len(words) == 1 and not words[0].startswith("-"):
-                variables[assigned[1]] = words[0]
-                continue
-            line = value.strip().strip("\"'")
-        elif assigned:
-            line = assigned[2].strip("()")
-        options |= _options(_words(_expanded(line, variables)))
+        if assigned and assigned[2].startswith("("):
+            line, assigned = assigned[2].strip("()"), None
+        value = _expanded(assigned[2] if assigned else line, variables, left)
+        left -= len(value)
+        _check_length(left)
+        words = _words(value) if assigned else []
+        if assigned and len(words) == 1 and not words[0].startswith("-"):
+            variables[assigned[1]] = words[0]
+        else:
+            rest = value.strip().strip("\"'") if assigned else value
+            options |= _options(_words(_expanded(rest, variables, left)))
     return Script(options=options, variables=variables)
 
 
@@ -61,14 +76,29 @@ def _commands(text: str) -> list[str]:
 
 def _array_depth(line: str) -> int:
     """Arrays that a line opens, less those that it closes; brackets in quotes are none."""
-    bare = re.sub(r"'[^']*'|\"[^\"]*\"|\$\(\(.*?\)\)", "", line)
+    bare = _QUOTED.sub("", line)
     return bare.count("(") - bare.count(")")
 
 
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Text with known variables and sums of two whole numbers put in."""
-    text = _ARITHMETIC.sub(lambda found: _computed(found[1], variables) or found[0], text)
-    return _VARIABLE.sub(lambda found: variables.get(found[1] or found[3], found[2] or found[0]), text)
+def _expanded(text: str, variables: Mapping[str, str], most: int) -> str:
+    """Text with known variables and sums of two whole numbers put in; InputError where it has over `most` letters."""
+    left = most
+
+    def put(value: str) -> str:
+        nonlocal left
+        left -= len(value)
+        _check_length(left)
+        return value
+
+    text = _ARITHMETIC.sub(lambda found: put(_computed(found[1], variables) or found[0]), text)
+    return _VARIABLE.sub(lambda found: put(variables.get(found[1] or found[3], found[2] or found[0])), text)
+
+
+def _check_length(left: int) -> None:
+    if left < 0:
+        raise InputError(
+            f"the script with its variables put in has more than {MOST_LETTERS} letters; give the command that it runs"
+        )
 
 
 def _computed(text: str, variables: Mapping[str, str]) -> str:
@@ -76,7 +106,7 @@ def _computed(text: str, variables: Mapping[str, str]) -> str:
     if found is None:
         return ""
     first, second = (variables.get(name or "", name or "") for name in (found[1], found[3]))
-    if not first.isdecimal() or (found[2] and not second.isdecimal()):
+    if not all(number.isdecimal() and len(number) <= MOST_DIGITS for number in (first, second if found[2] else "0")):
         return ""
     if not found[2]:
         return first
@@ -92,12 +122,12 @@ def _words(text: str) -> list[str]:
 
 
 def _options(words: list[str]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    found: dict[str, list[str]] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            found[name] = (value,) if equals else ()
-        elif name and not word.startswith(('"${', "${", "$")):
-            found[name] = (*found[name], word)
-    return found
+            found[name] = [value] if equals else []
+        elif name and not word.startswith("$"):
+            found[name].append(word)
+    return {name: tuple(values) for name, values in found.items()}

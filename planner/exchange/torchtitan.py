@@ -198,8 +198,8 @@ def _python_values(text: str, source: str) -> dict[str, Any]:
             continue
         try:
             found[key] = ast.literal_eval(node.value)
-        except ValueError:
-            found[key] = ast.unparse(node.value)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            found[key] = ".".join(named)
     return found
 
 
@@ -238,14 +238,14 @@ def _raw(text: str, source: str) -> dict[str, Any]:
         return {key: _literal(value[0]) if value else True for key, value in dotted.items()}
     try:
         return _flat(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{source} is no TOML file: {error}; correct it") from error
 
 
 def _literal(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

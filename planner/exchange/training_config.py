@@ -17,6 +17,8 @@ CHEAP_MODULES = ("core_attn", "layernorm", "moe_act")
 """Parts of a layer, by Megatron-LM's names, that selective recomputation of a plan computes again."""
 MOST_LAYERS = 100_000
 """Layers, and chunks that they are dealt out over, of the longest configuration that is read."""
+LARGEST = 2**40
+"""The largest number of a configuration that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,11 @@ class TrainingConfig:
     overlap_parameters: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_size(self.num_layers or 0, (self.pp or 1) * (self.vpp or 1))
+        """Bound all numbers, since they size lists: raises InputError."""
+        for name, value in self.said().items():
+            if isinstance(value, int) and not -1 <= value <= LARGEST:
+                raise InputError(f"{name} = {value:.3g} is no whole number of at most {LARGEST}; correct it")
+        _check_size(max(self.num_layers or 0, sum(map(abs, self.layers or ()))), (self.pp or 1) * (self.vpp or 1))
 
     @property
     def dp(self) -> int | None:

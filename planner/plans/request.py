@@ -203,7 +203,7 @@ def one_of(value: str, known: Iterable[str], what: str) -> str:
 
 
 def _degree(name: str, text: str) -> int:
-    if not text.isdecimal() or not text.isascii() or int(text) < 1:
+    if not text.isdecimal() or not text.isascii() or len(text) > 9 or int(text) < 1:
         raise InputError(f"pin {name}={text}: {name} must be a positive integer, for example --pin {name}=2")
     return int(text)
 

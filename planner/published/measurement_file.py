@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from simulator.errors import InputError
@@ -40,6 +42,7 @@ _RESULTS = (
 )  # fmt: skip
 """Columns that are no facts of a run that are known before it."""
 MEASUREMENTS = FileKind(name="measurements", remedy="name a CSV file (docs/measurements.md)", max_bytes=64 << 20)
+MOST_ROWS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +85,18 @@ def read_rows(path: Path) -> list[FileRow]:
             raise InputError(f"{path}: line 1 is empty; begin with the names of the columns (docs/measurements.md)")
         _check_header(path, header)
         filled = (cells for cells in reader if any(cell.strip() for cell in cells))
-        rows = [_row(path, reader.line_num, header, cells) for cells in filled]
+        rows = [_row(path, reader.line_num, header, cells) for cells in islice(filled, MOST_ROWS + 1)]
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}: not a CSV row ({error}); correct it") from error
+    if len(rows) > MOST_ROWS:
+        raise InputError(f"{path}: more than {MOST_ROWS} rows, which are as many as are read; split the file")
     if not rows:
         raise InputError(f"{path}: no row below the header; name a file that holds measurements")
     return rows
 
 
 def _check_header(path: Path, header: list[str]) -> None:
-    repeated = sorted({name for name in header if name and header.count(name) > 1})
+    repeated = sorted(name for name, times in Counter(header).items() if name and times > 1)
     if repeated:
         raise InputError(f"{path}, line 1: column {repeated[0]!r} is there twice; keep one")
     missing = [name for name in _CONFIGURATION if name not in header]

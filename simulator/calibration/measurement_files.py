@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,8 @@ from simulator.errors import InputError
 from simulator.input_file import FileKind
 
 TABLE = FileKind(name="measurements", remedy="give a readable CSV file", max_bytes=1 << 28)
-
+MOST_HEADER_BYTES = 10_000
+"""Bytes of a header that is read: pandas compares each name with all others."""
 LIMITS: Mapping[str, tuple[float, float]] = {
     "m": (1, 1e10),
     "n": (1, 1e10),
@@ -66,7 +68,13 @@ def read_measurements(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     try:
         stamp = path.stat().st_mtime_ns
         frame = _text(path, stamp)
-    except (OSError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+    except (
+        OSError,
+        UnicodeDecodeError,
+        pd.errors.ParserError,
+        pd.errors.ParserWarning,
+        pd.errors.EmptyDataError,
+    ) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path} cannot be read as CSV: {reason}; give a readable UTF-8 file") from None
     missing = [name for name in columns if name not in frame.columns]
@@ -106,4 +114,10 @@ def _text(path: Path, stamp: int) -> pd.DataFrame:
     """Content of a file as text; `stamp` makes a changed file another one."""
     del stamp
     with TABLE.open(path) as stream:
-        return pd.read_csv(stream, dtype=str, keep_default_na=False)
+        header = stream.readline(MOST_HEADER_BYTES + 1)
+        if len(header) > MOST_HEADER_BYTES or header.count(b'"') % 2:
+            raise InputError(f"{path} line 1 is no row of at most {MOST_HEADER_BYTES} bytes with names; {TABLE.remedy}")
+        stream.seek(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # a row is longer than the header
+            return pd.read_csv(stream, dtype=str, keep_default_na=False, index_col=False)

@@ -17,9 +17,9 @@ from simulator.hardware import ORDER, Hardware, Level, ProfileRow
 from simulator.topology.nodes import HYBRID_CUBE_MESH
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-_GPU = re.compile(r"^GPU(\d+)$")
+_GPU = re.compile(r"^GPU([0-9]{1,4})$")
 _NIC = re.compile(r"^(?:NIC\d+|mlx\d+_\d+|[a-z]+[a-z0-9_]*\d+)$")
-_CODE = re.compile(r"^(?:X|SYS|SOC|NODE|PHB|PXB|PIX|NV\d+)$")
+_CODE = re.compile(r"^(?:X|SYS|SOC|NODE|PHB|PXB|PIX|NV[0-9]{1,3})$")
 BELOW_ONE_SWITCH = ("PIX", "PXB")
 
 NVLINKS = {

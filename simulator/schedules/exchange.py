@@ -21,7 +21,7 @@ from simulator.input_file import FileKind
 from simulator.schedules.schedule import ActionKind, Schedule, check_schedule
 from simulator.torch_versions import NEWEST_TRIED, written
 
-_CELL = re.compile(r"(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d*)")
+_CELL = re.compile(r"([0-9]{1,18})([A-Z](?:[A-Z_]*[A-Z])?)([0-9]{0,18})")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 _COMPUTED = {kind.letter: kind for kind in ActionKind}
 _EXCHANGED = {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B"}

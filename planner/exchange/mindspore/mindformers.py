@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -253,6 +254,7 @@ def _with_effect(pins: dict[str, str], notes: list[str]) -> dict[str, str]:
     return pins
 
 
+_NATURAL = re.compile(r"[1-9][0-9]{0,11}")
 PRECISIONS: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -270,7 +272,7 @@ def _stated(document: Mapping[Any, Any], pins: Mapping[str, str]) -> dict[str, A
     if isinstance(size, int) and "dp" in pins:
         copies = document.get("micro_batch_interleave_num", 1)
         again = runner.get("gradient_accumulation_steps", 1) if pins.get("pp") == "1" else pins.get("micro_batches", 1)
-        if all(isinstance(number, int) or str(number).isdigit() for number in (copies, again)):
+        if all(_NATURAL.fullmatch(str(number)) for number in (size, copies, again)):
             found["global_batch"] = size * int(pins["dp"]) * int(copies) * int(again)
             found["pin"] = {"micro_batch": size * int(copies)} if pins.get("pp") == "1" else {}
     return found

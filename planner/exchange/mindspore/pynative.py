@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, unnamed_stages
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, devices_of, unnamed_stages
 from planner.exchange.keyed import Document, nested
 from planner.exchange.training_config import MOST_LAYERS, TrainingConfig, even_layers
 from planner.networks.mindformers_config import transformers_config
@@ -48,7 +48,6 @@ SCHEDULES: Mapping[str, str] = {name: name for name in ("gpipe", "1f1b", "interl
 METHODS: Mapping[str, str] = {"colossal": "ring", "ulysses": "all_to_all", "hybrid": "ring"}
 MODES: Mapping[str, str] = {"None": "none", "full": "full", "select": "selective"}
 LOCAL, LAYERS, MODEL = "training.local_batch_size", KEYS["layers"], "model.model_config.num_hidden_layers"
-_DEVICES = re.compile(r"^#.* (\d+) NPUs", re.MULTILINE)
 
 
 def values(config: TrainingConfig) -> dict[str, Any]:
@@ -115,8 +114,7 @@ def read(text: str, source: str) -> ReadConfig:
     raw = Document.yaml(text, source, "MindFormers")
     found: dict[str, Any] = {name: raw.number(KEYS[name]) for name in DEGREES}
     pipeline = found["pp"]
-    named = _DEVICES.search(text)
-    devices = int(named[1]) if named else None
+    devices = devices_of(text, "NPUs")
     ranks = devices // (found["tp"] * pipeline * found["cp"]) if devices else None
     shard = raw.number(KEYS["shard_size"], -1, -1)
     shard = (ranks or shard) if shard == -1 else shard
