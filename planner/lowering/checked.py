@@ -39,11 +39,16 @@ def captured(plan: Plan, graph: OperatorGraph | None = None) -> OperatorGraph:
     return graph
 
 
-def checked_graph(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | None = None) -> OperatorGraph:
-    """The plan's network, folded, at its precision and micro-batch, once every strategy is known to fit."""
+def checked_graph(
+    plan: Plan, graph: OperatorGraph | None = None, *, precision: str | None = None, even: bool = False
+) -> OperatorGraph:
+    """The plan's network, folded, at its precision and micro-batch, once every strategy is known to fit.
+
+    With `even` every shard of a stored parameter has to be as large as the others, as execution needs.
+    """
     dtype = precision_dtype(precision or plan.precision)
     found = at_precision(at_batch(captured(plan, graph), plan.samples), dtype)
-    check_rules(plan, found)
+    check_rules(plan, found, even=even)
     return found
 
 
@@ -63,9 +68,12 @@ def fits_copies(plan: Plan, graph: OperatorGraph) -> bool:
     return True
 
 
-def check_rules(plan: Plan, graph: OperatorGraph) -> None:
-    """Check that every node of a folded graph has a strategy, and one that fits; StrategyError where not."""
-    known = _Known(plan, graph)
+def check_rules(plan: Plan, graph: OperatorGraph, *, even: bool = False) -> None:
+    """Check that every node of a folded graph has a strategy, and one that fits; StrategyError where not.
+
+    Shards of stored parameters may be uneven unless `even` forbids it.
+    """
+    known = _Known(plan, graph, even=even)
     inside: dict[str, int] = {}
     for run in graph.runs:
         offset = block_index(graph.nodes[run.first[0]].name, run.prefix)
@@ -110,14 +118,17 @@ def _missing(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
 class _Known:
     """The rules that each node may take; on a context axis also the one with which the sequence is sharded there."""
 
-    def __init__(self, plan: Plan, graph: OperatorGraph) -> None:
-        self.plan, self.graph = plan, graph
+    def __init__(self, plan: Plan, graph: OperatorGraph, *, even: bool) -> None:
+        self.plan, self.graph, self.even = plan, graph, even
         self.context: tuple[Rule, ...] = ()
         if plan.degree("context") > 1:
             self.context = context_rules(graph, "all_to_all" if plan.context_algorithm == "all_to_all" else "ring")
 
     def check(self, index: int, rules: NodeRules) -> None:
-        """Check that every rule is known and that every sharded dim divides; StrategyError where not."""
+        """Check that every rule is known and that every sharded dim divides; StrategyError where not.
+
+        Parameters may be stored in uneven shards, but where all have to be ``even``.
+        """
         node, axes = self.graph.nodes[index], self.plan.mesh.axes
         known = rules_for(self.graph, node)
         fits = len(rules) == len(axes) and all(
@@ -137,7 +148,13 @@ class _Known:
                     # States may be shared by some of the data-parallel ranks, the others having copies.
                     shared = self.plan.shard_size if axis.name == "data" and node.role is Role.PARAMETER else 0
                     ways[placement] *= shared or axis.size
-            if any(dim % way for dim, way in zip(spec.shape, ways, strict=True)):
+            parts, stored = [*zip(spec.shape, ways, strict=True)], node.role is Role.PARAMETER
+            if stored and self.even and any(dim % way for dim, way in parts):
+                raise StrategyError(
+                    f"{node.name!r}: shape {spec.shape} is stored in uneven shards, {tuple(ways)} of them, which are "
+                    "simulated only; plan again with a --pin shard_size that divides it"
+                )
+            if any(dim < way if stored else dim % way for dim, way in parts):
                 raise StrategyError(
                     f"{node.name!r}: shape {spec.shape} does not divide by {tuple(ways)}; use another device count or "
                     "batch"

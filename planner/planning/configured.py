@@ -370,7 +370,7 @@ class Configured:
         threshold = 0 if whole else self.threshold_bytes if threshold_bytes is None else threshold_bytes
         rules, layers = rules_of(
             tables, chosen.labels, c.data, sharding=c.optimizer_sharding, shard_size=c.shard_size,
-            threshold_bytes=threshold,
+            threshold_bytes=threshold, uneven=not whole and self._all_in_shards(c),
         )  # fmt: skip
         if len(self._shared.graph.runs) < len(self.graph.runs):
             rules, layers = in_runs(self.graph, rules, layers)
@@ -398,6 +398,14 @@ class Configured:
             offload_ranges=offload_ranges(names, self.unit_pins.swaps),
             whole_experts=c.tensor > 1 and tables.parts.setting.expert_cut == "whole",
         )
+
+    def _all_in_shards(self, c: Configuration) -> bool:
+        """Whether states are shared over ranks that divide no dim of most parameters, though fewer ranks would.
+
+        They are where a pin or a framework without shard groups says so.
+        """
+        uneven = undivided(self.graph, self.devices)
+        return (c.shard_size or c.data) in uneven and any(part not in uneven for part in divisors(c.data)[1:])
 
     def certificate(self, explored: Explored) -> Certificate:
         """What the search proved of the least closed form: the same for all of its plans.

@@ -30,12 +30,14 @@ def naming(source: str | Path) -> Iterator[None]:
 def lower_to_run(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredStages:
     """Lower a plan for execution, by this project's own executor; parameters and errors as `strategy_graph`."""
     plan = replace(plan, software="")
-    with strategy_graph(plan, source, precision=precision) as graph:
+    with strategy_graph(plan, source, precision=precision, even=True) as graph:
         return lower_stages(plan, graph)
 
 
 @contextmanager
-def strategy_graph(plan: Plan, source: str | Path, *, precision: str | None = None) -> Iterator[OperatorGraph]:
+def strategy_graph(
+    plan: Plan, source: str | Path, *, precision: str | None = None, even: bool = False
+) -> Iterator[OperatorGraph]:
     """The network of a plan that stands in the strategy file `source`, folded, as the plan is simulated on it.
 
     Errors about what the file says name it, and so do those that are raised inside.
@@ -44,6 +46,8 @@ def strategy_graph(plan: Plan, source: str | Path, *, precision: str | None = No
     ----------
     precision : str, optional
         Another precision than the plan's.
+    even : bool, optional
+        Whether uneven shards of parameters are refused, which are simulated only.
 
     Raises
     ------
@@ -52,7 +56,7 @@ def strategy_graph(plan: Plan, source: str | Path, *, precision: str | None = No
     """
     with naming(source):
         _check_sequence_length(plan)
-        graph = checked_graph(plan, precision=precision)
+        graph = checked_graph(plan, precision=precision, even=even)
         _check_storage(plan, graph)
         yield graph
 

@@ -7,9 +7,11 @@ from dataclasses import replace
 from math import gcd
 
 from planner.graph.operator_graph import OperatorGraph, Role
+from planner.planning.configured import undivided
 from planner.planning.hosted import left_out
 from planner.planning.one_stage import Candidate
 from planner.plans.plan import Plan, Status, stored_parameters
+from planner.search.problem.states import SHARING
 from planner.sharding.rules import has_rule
 from simulator.errors import UnsupportedError
 from simulator.program import Kernel
@@ -35,24 +37,32 @@ NOTICED_SHARE, MEANINGLESS_SHARE = 0.01, 0.5
 
 
 def unsharded(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
-    """Say how much of the parameters stays whole where a plan shards states, and the ranks that would shard more.
+    """Say how much of the parameters stays whole along an axis whose ranks share states, and why ranks are left out.
 
-    A parameter is cut along a dim that the ranks divide. FSDP2 and DeepSpeed pad a shard instead, and so does what is
-    predicted of their memory.
+    A parameter is cut along a dim that the ranks divide, in uneven shards only where all ranks are asked for. FSDP2 and
+    DeepSpeed pad a shard, and so does what is predicted of their memory.
     """
-    data = next((i for i, axis in enumerate(plan.mesh.axes) if axis.name == "data"), None)
-    if plan.optimizer_sharding == "none" or data is None:
+    if plan.optimizer_sharding == "none":
         return
-    total = whole = 0
-    for elements, placements in stored_parameters(graph, plan.rules, plan.layers):
-        total += elements
-        whole += elements * (placements[data] < 0)
-    if whole > NOTICED_WHOLE * total:
-        ranks = plan.shard_size or plan.mesh.axes[data].size
+    stored = [*stored_parameters(graph, plan.rules, plan.layers)]
+    total, data = sum(elements for elements, _ in stored), plan.degree("data")
+    for place, axis in enumerate(plan.mesh.axes):
+        whole = sum(elements for elements, placements in stored if placements[place] < 0)
+        if axis.name not in ("data", *SHARING) or whole <= NOTICED_WHOLE * total:
+            continue
+        of_data = axis.name == "data"
+        ranks = (of_data and plan.shard_size) or axis.size
+        remedy = "use a shard_size that divides them, or software that pads shards" if of_data else "use fewer of them"
         yield (
-            f"optimizer_sharding={plan.optimizer_sharding} over {ranks} ranks leaves {percent_text(whole / total)} of "
-            f"the parameters whole on every rank: they have no dim that {ranks} divides; use a shard_size that divides "
-            "them, or software that pads shards"
+            f"optimizer_sharding={plan.optimizer_sharding} over {ranks} {axis.name} ranks leaves "
+            f"{percent_text(whole / total)} of the parameters whole on each of these: they have no dim that {ranks} "
+            f"divides; {remedy}"
+        )
+    if 1 < plan.shard_size < data and data in undivided(graph, data):
+        yield (
+            f"{plan.shard_size} of {data} data-parallel ranks share one copy of the states: {data} divides no dim of "
+            f"most parameters; --pin shard_size={data} shares it over all of them in uneven shards, which are only "
+            "simulated"
         )
 
 

@@ -271,7 +271,9 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
     for name in names:
         chunks = [2] if name in TWO_CHUNKS else [1]
         if name == "interleaved_1f1b":
-            chunks = [*range(2, MOST_CHUNKS + 1)] if pins.vpp is None else [pins.vpp]
+            deepest = extent.units // pipeline
+            chunks = [*range(2, MOST_CHUNKS + 1), *([deepest] if deepest > MOST_CHUNKS else [])]
+            chunks = chunks if pins.vpp is None else [pins.vpp]
         for virtual in chunks:
             wanted = pins.vpp in (None, virtual) and pipeline * virtual <= extent.units
             if wanted and fits_schedule(name, pipeline, virtual, micro_batches):

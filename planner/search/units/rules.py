@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
 from planner.search.units.sweep import STEP_WEIGHTS
-from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
+from planner.sharding.placement import REPLICATE, Mesh, MeshAxis, local_shape
 from planner.sharding.rules import Rule
 from simulator.errors import InputError
 
@@ -37,6 +38,7 @@ def rules_of(
     sharding: str = "none",
     shard_size: int = 0,
     threshold_bytes: int = 0,
+    uneven: bool = False,
 ) -> tuple[dict[str, NodeRules], tuple[LayerRules, ...]]:
     """Write the rules of a plan whose mesh has the data axis before those of the stage.
 
@@ -56,6 +58,8 @@ def rules_of(
         Ranks that a parameter is sharded over, all of them where 0.
     threshold_bytes : int
         Parameters with fewer local bytes stay whole.
+    uneven : bool
+        Whether a parameter none of whose dims divides is sharded unevenly, as FSDP2 does, and does not stay whole.
 
     Raises
     ------
@@ -76,7 +80,8 @@ def rules_of(
         if key not in made:
             rules = _node_rules(tables, number, tables.units[number].assignments[choice])
             if beside:
-                rules = _beside(tables, beside.rules(number, along), rules, ways, threshold_bytes, whole)
+                stored = _Stored(tables.parts, ways, threshold_bytes, whole, uneven)
+                rules = _beside(tables, beside.rules(number, along), rules, stored)
             made[key] = rules
         units.append(made[key])
     return _by_name(tables, units)
@@ -165,46 +170,43 @@ def _frozen(graph: OperatorGraph) -> frozenset[int]:
     return frozenset(parameter.node for parameter in graph.parameters) - graph.trained
 
 
-def _beside(
-    tables: StageTables, along: UnitRules, rules: UnitRules, ways: int, threshold_bytes: int, whole: frozenset[int]
-) -> UnitRules:
-    """Put the rule of the data axis before the others; parameters get the placement in which they are stored.
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """How parameters lie along the data axis between steps, as `rules_of` is asked; those of `whole` stay so."""
 
-    Those of `whole` stay so.
-    """
+    parts: Parts
+    ways: int
+    threshold_bytes: int
+    whole: frozenset[int]
+    uneven: bool
+
+    def dim(self, index: int, rules: NodeRules) -> int:
+        """Largest dim of the local parameter that divides, ties to the first; replicated where none does.
+
+        Dims that no other axis shards come first: of a dim that two axes shard, parts can only be gathered all at once.
+        """
+        spec = self.parts.graph.nodes[index].outputs[0]
+        placed = tuple(rule.outputs[0] for rule in rules)
+        local = local_shape(spec.shape, placed, self.parts.sizes)
+        if prod(local) * DTYPE_BYTES[spec.dtype] < self.threshold_bytes:
+            return REPLICATE
+        fitting = [dim for dim, extent in enumerate(local) if extent % self.ways == 0]
+        if not fitting and self.uneven:
+            fitting = [dim for dim, extent in enumerate(local) if extent >= self.ways]
+        return max(fitting, key=lambda dim: (dim not in placed, local[dim], -dim), default=REPLICATE)
+
+
+def _beside(tables: StageTables, along: UnitRules, rules: UnitRules, stored: _Stored) -> UnitRules:
+    """Put the rule of the data axis before the others; parameters get the placement in which they are stored."""
     decisions = tables.decisions.decisions
     found = {}
     for index, others in rules.items():
         first = along[index][0]
         parameter = decisions.variables[decisions.of_node[index]].kind is Kind.PARAMETER
-        if parameter and ways > 1 and index not in whole:
-            placed = _stored(tables.parts.graph, tables.parts.sizes, index, others, ways, threshold_bytes)
-            first = Rule((), (placed,), splits_work=False)
+        if parameter and stored.ways > 1 and index not in stored.whole:
+            first = Rule((), (stored.dim(index, others),), splits_work=False)
         found[index] = (first, *others)
     return found
-
-
-def _stored(
-    graph: OperatorGraph, sizes: Sequence[int], index: int, rules: NodeRules, ways: int, threshold_bytes: int
-) -> int:
-    """Largest dim of the local parameter that divides, ties to the first; replicated where none does.
-
-    Dims that no other axis shards come first: of a dim that two axes shard, parts can only be gathered all at once.
-    """
-    spec = graph.nodes[index].outputs[0]
-    local = list(spec.shape)
-    taken: set[int] = set()
-    for size, rule in zip(sizes, rules, strict=True):
-        if rule.outputs[0] >= 0:
-            local[rule.outputs[0]] //= size
-            taken.add(rule.outputs[0])
-    elements = 1
-    for extent in local:
-        elements *= extent
-    if elements * DTYPE_BYTES[spec.dtype] < threshold_bytes:
-        return REPLICATE
-    fitting = [dim for dim, extent in enumerate(local) if extent % ways == 0]
-    return max(fitting, key=lambda dim: (dim not in taken, local[dim], -dim), default=REPLICATE)
 
 
 def _by_name(tables: StageTables, units: Sequence[UnitRules]) -> tuple[dict[str, NodeRules], tuple[LayerRules, ...]]:
