@@ -179,15 +179,16 @@ _SAME = 1.001
 """Plans within this part of each other are as fast."""
 
 
-def page(found: Sequence[Mapping[str, Any]], command: str) -> str:
-    """The page of the counts, of every recipe, and of what is refused."""
+def page(found: Sequence[Mapping[str, Any]], command: str, asked: int) -> str:
+    """The page of the counts, of every recipe, and of what is refused; `asked` is how many recipes it was to be."""
     expressed = [one for one in found if one["outcome"] == "planned"]
     fit = [one for one in expressed if one["fits"]]
     both = [one for one in fit if "our_step_s" in one]
     won = [one for one in both if one["our_step_s"] <= _SAME * one["their_step_s"]]
     lines = [
         "# Plans of experts", "",
-        f"Recipes of Megatron-Bridge, each pinned and searched freely for the same software: `{command}`.", "",
+        f"Recipes of Megatron-Bridge, each pinned and searched freely for the same software: `{command}`. Of {asked} "
+        f"recipes {len(found)} were run.", "",
         "| what | recipes | of |", "|---|---|---|",
         f"| expressible | {len(expressed)} | {len(found)} |", f"| predicted to fit | {len(fit)} | {len(expressed)} |",
         f"| the free plan is as fast or faster | {len(won)} | {len(both)} |", "",
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of names, with commas between them")
     parser.add_argument("--seconds", type=int, default=300, help="processor time of one recipe")
     parser.add_argument("--results", type=Path, help="JSON lines that are read and appended to")
+    parser.add_argument("--known", action="store_true", help="plan nothing more: the page of the results as they are")
     parser.add_argument("--out", default="", help="the page to write")
     given = parser.parse_args()
     with given.recipes.open(newline="") as file:
@@ -247,6 +249,8 @@ def main() -> None:
     found = []
     for row in rows[:: given.every]:
         one = known.get(row["recipe"])
+        if one is None and given.known:
+            continue
         if one is None:
             one = in_child(partial(_planned, row), given.seconds)
             one = one or {"recipe": row["recipe"], "outcome": "limit", "why": f"over {given.seconds} s"}
@@ -258,7 +262,8 @@ def main() -> None:
     if given.out:
         taken = f" --every {given.every}" if given.every > 1 else ""
         taken += f" --only {given.only}" if given.only else ""
-        write_whole(Path(given.out), page(found, f"python -m benchmarks.expert_parity RECIPES.csv{taken}"))
+        command = f"python -m benchmarks.expert_parity RECIPES.csv{taken}"
+        write_whole(Path(given.out), page(found, command, len(rows[:: given.every])))
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ def _sharding(
     space: Space, graph: OperatorGraph, item: Found, rules: Mapping[str, NodeRules], layers: tuple[LayerRules, ...]
 ) -> str:
     """What stored shards are called: the name that is pinned, or the one that needs no more messages."""
-    found = optimizer_sharding(item.mesh, stored_parameters(graph, rules, layers))
+    found = optimizer_sharding(item.mesh, stored_parameters(graph, rules, layers, trained=True))
     return space.pins.optimizer_sharding or found if found != "none" else found
 
 

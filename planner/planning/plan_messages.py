@@ -44,7 +44,9 @@ def unsharded(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
     """
     if plan.optimizer_sharding == "none":
         return
-    stored = [*stored_parameters(graph, plan.rules, plan.layers)]
+    # Frozen parameters have no states; ZeRO-3 alone shards them.
+    trained = plan.optimizer_sharding != "zero3"
+    stored = [*stored_parameters(graph, plan.rules, plan.layers, trained=trained)]
     total, data = sum(elements for elements, _ in stored), plan.degree("data")
     for place, axis in enumerate(plan.mesh.axes):
         whole = sum(elements for elements, placements in stored if placements[place] < 0)

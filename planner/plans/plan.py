@@ -303,10 +303,10 @@ def optimizer_sharding(mesh: Mesh, parameters: Iterable[tuple[int, Placements]])
 
 
 def stored_parameters(
-    graph: OperatorGraph, rules: Mapping[str, NodeRules], layers: Iterable[LayerRules]
+    graph: OperatorGraph, rules: Mapping[str, NodeRules], layers: Iterable[LayerRules], *, trained: bool = False
 ) -> Iterator[tuple[int, Placements]]:
-    """Elements and placements of the parameters; equal layers may store theirs in different ways."""
-    nodes = {parameter.node for parameter in graph.parameters}
+    """Elements and placements of all parameters or those `trained`; equal layers may store theirs in different ways."""
+    nodes = graph.trained if trained else {parameter.node for parameter in graph.parameters}
     elements = {graph.nodes[i].name: graph.nodes[i].outputs[0].elements for i in nodes}
     for run in graph.runs:
         for name in [graph.nodes[i].name for i in run.first if i in nodes]:

@@ -59,7 +59,9 @@ def test_states_are_those_of_adapters_alone(sharding: str, shards: int) -> None:
     request = with_pins(dp="2", tp="1", optimizer_sharding=sharding)
     frozen, trained = numbers()
     states, held = 8 * trained // shards, 4 * (trained // shards + (frozen // 2 if sharding == "zero3" else frozen))
-    memory = plan_network(request, shared=shared()).candidates[0].prediction.memory_at_peak
+    result = plan_network(request, shared=shared())
+    memory = result.candidates[0].prediction.memory_at_peak
+    assert not any("of the parameters whole" in message for message in result.messages)
     assert (memory["optimizer_states"], memory["parameters"]) == (states, held)
     placed = setting_of(request, None, shared()).search.explore(read_pins(request)).found[0]
     units, model = placed.tables.units, setting_of(request, None, shared()).search.model()
