@@ -116,6 +116,9 @@ def test_the_loss_is_the_original_models(kind: str, tmp_path: Path, monkeypatch:
         parts = [state.pop(name.replace("q_proj", p)) for p in ("q_proj", "k_proj", "v_proj")]
         joined = torch.cat(parts)
         state[name.replace("q_proj", "c_attn")] = joined.t() if joined.dim() == 2 else joined
+    for name in [n for n in state if n.endswith(".experts.gate_proj")]:
+        opened = state.pop(name.replace("gate_proj", "up_proj"))
+        state[name.replace("gate_proj", "gate_up_proj")] = torch.cat((state.pop(name), opened), dim=1)
     reference.load_state_dict(state, strict=True)
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in reference.parameters())
     generator = torch.Generator().manual_seed(5)
