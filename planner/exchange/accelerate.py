@@ -7,13 +7,14 @@ Keys and rules are those of ``accelerate/parallelism_config.py``, ``accelerate/c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import yaml
 
-from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.keyed import Document
 from planner.exchange.training_config import TrainingConfig
-from simulator.errors import InputError
 
 VERSION = "1.15"
 AXES: Mapping[str, str] = {
@@ -34,18 +35,6 @@ KEYS: Mapping[str, str] = {
     "offload_parameters": "fsdp_offload_params",
     "precision": "mixed_precision",
 }
-READ: Mapping[str, tuple[str, ...]] = {
-    "compute_environment": (),
-    "distributed_type": (),
-    "mixed_precision": (),
-    "num_processes": (),
-    "num_machines": (),
-    "fsdp_config": (
-        *("fsdp_version", "fsdp_reshard_after_forward", "fsdp_activation_checkpointing", "fsdp_offload_params"),
-        *("fsdp_auto_wrap_policy", "fsdp_sharding_strategy"),
-    ),
-    "parallelism_config": (*AXES.values(), "parallelism_config_cp_comm_strategy", "parallelism_config_cp_backend"),
-}
 SILENT = frozenset(
     {
         "optimizer",
@@ -61,6 +50,8 @@ SILENT = frozenset(
         "overlap_parameters",
     }
 )
+_AXES = "parallelism_config."
+_KNOWN = "compute_environment", "num_machines", "fsdp_config.fsdp_auto_wrap_policy", _AXES + "parallelism_config_cp_"
 _STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 
 
@@ -107,19 +98,19 @@ def read(text: str, source: str) -> ReadConfig:
     InputError
         The file is no YAML mapping, or a value is of a wrong type.
     """
-    raw = CONFIGURATION.yaml(text, source, strict=False)
-    if not isinstance(raw, dict):
-        raise InputError(f"{source} is no mapping; give a configuration of accelerate launch")
-    fsdp, parallel = (_section(raw, name) for name in ("fsdp_config", "parallelism_config"))
-    sizes = {name: _number(parallel, key, source) for name, key in AXES.items()}
-    devices = _number(raw, "num_processes", source)
-    fully = raw.get("distributed_type") == "FSDP"
-    shard = sizes["dp_shard"]
+    raw = Document.yaml(text, source, "Accelerate")
+    sizes = {name: raw.number(_AXES + key) for name, key in AXES.items()}
+    devices, shard = raw.number("num_processes"), sizes["dp_shard"]
+    fully, parallel = raw.get("distributed_type") == "FSDP", any(key.startswith(_AXES) for key in raw.values)
     if not parallel and fully:
         shard = devices
-    gathers = _gathers(fsdp)
+    gathers, version = _gathers(raw), raw.get("fsdp_config.fsdp_version")
+    again, away = (raw.flag(f"fsdp_config.{KEYS[name]}") for name in ("recompute", "offload_parameters"))
+    away = away and fully
     level = "none" if not fully or shard == 1 else "zero3" if gathers else "zero2"
-    away = fully and bool(fsdp.get("fsdp_offload_params"))
+    violations = tuple(_broken(sizes, devices, parallel=parallel, fully=fully and version == 2))
+    for prefix in _KNOWN:
+        raw.pass_over(prefix)
     config = TrainingConfig(
         devices=devices,
         tp=sizes["tp"],
@@ -135,7 +126,7 @@ def read(text: str, source: str) -> ReadConfig:
         shard_size=shard if level != "none" and sizes["dp_replicate"] > 1 else 0,
         sequence_parallel=False,
         context_algorithm="ring" if sizes["cp"] > 1 else "all_to_all" if sizes["sp"] > 1 else "none",
-        recompute="full" if fsdp.get("fsdp_activation_checkpointing") else "none",
+        recompute="full" if again else "none",
         recompute_layers=(),
         recompute_count=0,
         offload_optimizer=away,
@@ -144,51 +135,24 @@ def read(text: str, source: str) -> ReadConfig:
         tensor_overlap=False,
         expert_overlap=False,
     )
-    return ReadConfig(
-        config=config,
-        not_read=tuple(_not_read(raw)),
-        violations=tuple(_broken(raw, sizes, devices, parallel=bool(parallel), fully=fully)),
-    )
+    return ReadConfig(config=config, not_read=raw.unread(), violations=violations)
 
 
-def _precision(raw: Mapping[str, Any]) -> str:
+def _precision(raw: Document) -> str:
     word = str(raw.get("mixed_precision", "no"))
     return "fp32" if word == "no" else word
 
 
-def _gathers(fsdp: Mapping[str, Any]) -> bool:
+def _gathers(raw: Document) -> bool:
     """Whether parameters are gathered again for the backward pass."""
-    said = fsdp.get("fsdp_reshard_after_forward", _STRATEGIES.get(str(fsdp.get("fsdp_sharding_strategy")), True))
+    older = _STRATEGIES.get(str(raw.get("fsdp_config.fsdp_sharding_strategy")), True)
+    said = raw.get("fsdp_config.fsdp_reshard_after_forward", older)
     return _STRATEGIES.get(said, True) if isinstance(said, str) else bool(said)
 
 
-def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = raw.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def _number(raw: Mapping[str, Any], key: str, source: str) -> int:
-    value = raw.get(key, 1)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**30:
-        raise InputError(f"{source}: {key} = {value!r} is no whole number of at least 1; correct it")
-    return value
-
-
-def _not_read(raw: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in raw.items():
-        if name not in READ:
-            yield str(name)
-        elif isinstance(value, dict):
-            yield from (f"{name}.{key}" for key in value if key not in READ[name])
-
-
-def _broken(
-    raw: Mapping[str, Any], sizes: Mapping[str, int], devices: int, *, parallel: bool, fully: bool
-) -> Iterator[Violation]:
+def _broken(sizes: Mapping[str, int], devices: int, *, parallel: bool, fully: bool) -> Iterator[Violation]:
     """Rules that show in the keys alone."""
-    product = 1
-    for size in sizes.values():
-        product *= size
+    product = prod(sizes.values())
     if parallel and product != devices:
         yield Violation(
             key="num_processes",
@@ -203,7 +167,7 @@ def _broken(
             rule="context and sequence parallelism exclude each other",
             remedy="use one of them",
         )
-    if parallel and not (fully and _section(raw, "fsdp_config").get("fsdp_version") == 2):
+    if parallel and not fully:
         yield Violation(
             key="parallelism_config",
             value="",

@@ -193,8 +193,8 @@ def _of_layers(said: Translated, layers: int | None, stages: int, virtual: int) 
     settings = said.layers
     mode = said.pins.get("recompute", "none")
     found: dict[str, Any] = {"layers": (), "recompute": mode, "recompute_layers": (), "recompute_count": 0}
-    if layers is None:
-        return found if not settings else {}
+    if layers is None:  # the file's network stands elsewhere: what chunks hold is not known
+        return {} if settings else found if virtual == 1 else {**found, "layers": None}
     sizes: tuple[int, ...] = even_layers(layers, stages * virtual)
     if settings.offset:
         sizes = tuple(settings.layers_of_chunks(layers, stages, virtual))
@@ -238,6 +238,8 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
         )
     if modes or config.layers or virtual > 1:
         if not config.num_layers:
+            if config.layers is None and not modes:
+                return
             yield Violation(
                 key=KEYS["num_layers"],
                 value="",

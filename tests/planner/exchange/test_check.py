@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,34 @@ def test_what_does_not_fit_ends_with_3_and_the_best_plan(tmp_path: Path) -> None
     assert isinstance(said["best"], dict)
     assert said["best"]["plan"]["micro_batch"] < 512
     assert said["best"]["plan"]["pp"] == 1
+
+
+def test_chunks_of_a_network_that_stands_elsewhere_are_no_fault_of_a_file(tmp_path: Path) -> None:
+    text = """
+    use_parallel: True
+    parallel: {parallel_mode: 1}
+    parallel_config: {data_parallel: 1, model_parallel: 1, pipeline_stage: 4, micro_batch_num: 8}
+    model: {model_config: {pp_interleave_num: 2, offset: [[0, 0, 0, 1], [0, 0, 0, -1]]}}
+    """
+    code, said = checked(textwrap.dedent(text), tmp_path, suffix=".yaml")
+    assert code == 0, said
+    assert said["legal"]
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "code", "shown"),
+    [
+        ("fsdp_version: 2, fsdp_activation_checkpointing: 7", 2, "neither true nor false"),
+        ("fsdp_version: 2, fsdp_state_dict_type: SHARDED_STATE_DICT", 0, "fsdp_config.fsdp_state_dict_type"),
+    ],
+)
+def test_keys_of_accelerate_are_judged_and_those_not_read_listed(
+    fsdp: str, code: int, shown: str, tmp_path: Path
+) -> None:
+    text = f"distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {{{fsdp}}}\ndebug: false\n"
+    found, said = checked(text, tmp_path, suffix=".yaml")
+    assert found == code, said
+    assert shown in json.dumps(said)
 
 
 def test_without_hardware_it_is_said_whether_a_file_is_legal(tmp_path: Path) -> None:
