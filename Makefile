@@ -16,7 +16,7 @@ help:
 	@echo "make demo    set up, calibrate this machine, plan, run for real, write reports/out/demo.html"
 	@echo "make test    set up and run the test suite"
 	@echo "make slow    the tests that take more than a few seconds each"
-	@echo "make judges  Megatron-LM, torchtitan, DeepSpeed and Accelerate judge exported files (Python 3.12, about 6 GB)"
+	@echo "make judges  Megatron-LM, torchtitan, DeepSpeed and others judge exported files (Python 3.12, about 6 GB)"
 	@echo "make docs    build the documentation as a site in build/site"
 	@echo "make fuzz    a million mutated inputs for every parser"
 	@echo "make lint    ruff, lint and format"
@@ -45,7 +45,8 @@ $(JUDGES)/.installed: Makefile
 	$(JUDGES_PYTHON) -m venv $(JUDGES)
 	$(JUDGES)/bin/python -m pip install --quiet torch numpy transformers tensorboard datasets tyro accelerate==1.15.0
 	DS_BUILD_OPS=0 $(JUDGES)/bin/python -m pip install --quiet deepspeed==0.19.8
-	$(JUDGES)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 torchtitan==0.3.0 spmd_types==0.2.3
+	$(JUDGES)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 torchtitan==0.3.0 spmd_types==0.2.3 nemo-automodel==0.7.0
+	$(JUDGES)/bin/python -m pip install --quiet --no-deps --target $(JUDGES)/torchtitan-0.2 torchtitan==0.2.2
 	@touch $@
 
 ifeq ($(JUDGES_PYTHON),)

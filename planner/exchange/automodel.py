@@ -137,7 +137,7 @@ def _sharding(raw: Document, data: int | None, pipeline: int) -> tuple[str, int]
     """ZeRO level, and ranks that share states where there are several copies."""
     strategies = {name: name for name in ("fsdp2", "ddp", "megatron_fsdp")}
     strategy = raw.word("distributed.strategy", strategies, "fsdp2")
-    replicas = raw.number(KEYS["shard_size"])
+    replicas = raw.number(KEYS["shard_size"], 1, 0) or 1
     if strategy == "megatron_fsdp":
         level = raw.number("distributed.zero_dp_strategy", 3, 0)
         return ("none", "zero1", "zero2", "zero3")[min(level, 3)], 0
@@ -208,7 +208,14 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             remedy="give every rank two parts with a looped schedule, and one with another",
         )
     yield from unnamed_stages(config, PARTS)
-    if config.tensor_overlap and not config.sequence_parallel:
+    if config.micro_batches is not None and config.micro_batches < (config.pp or 1):
+        yield Violation(
+            key=LOCAL,
+            value=str(config.micro_batches * (config.micro_batch or 1)),
+            rule=f"it gives {config.micro_batches} micro-batches, and the pipeline has {config.pp} ranks",
+            remedy="use at least one micro-batch for each of them",
+        )
+    if config.tensor_overlap and not config.sequence_parallel and (config.tp or 1) > 1:
         yield Violation(
             key=KEYS["tensor_overlap"],
             value="true",

@@ -395,12 +395,12 @@ def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
             rule="parameters and optimizer states go to the host together",
             remedy="offload both or none",
         )
-    if era is OLD and config.offload_optimizer and config.optimizer_sharding == "none":
+    if era is OLD and config.offload_optimizer and config.optimizer_sharding == "none" and context == 1:
         yield Violation(
             key=KEYS["offload_optimizer"],
             value="true",
-            rule="only sharded parameters go to the host",
-            remedy="shard over data_parallel_shard_degree",
+            rule="only parameters that FSDP shards go to the host",
+            remedy="use data_parallel_shard_degree or context_parallel_degree above 1",
         )
 
 

@@ -1,7 +1,7 @@
 """Asks the frameworks themselves whether files are legal; runs in their own environment, not in ours.
 
-Reads a JSON list of cases ``{"format", "file", "devices", "data", "experts"}`` from stdin. Its last line is a JSON
-object with the ``verdicts``, empty for legal and else what the framework said, and the ``versions`` of packages.
+Reads a JSON list of cases ``{"format", "file", "devices", "data", "experts"}`` of one format from stdin. Its last line
+is a JSON object with the ``verdicts``, empty for legal and else what the framework said, and the package's ``version``.
 """
 
 from __future__ import annotations
@@ -104,6 +104,79 @@ def torchtitan(file: str, case: dict[str, Any]) -> None:
         ]
 
 
+def older_torchtitan(file: str, case: dict[str, Any]) -> None:
+    """Read the TOML file as a job's, and check degrees and batches."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed import ParallelDims
+
+    config = ConfigManager().parse_args(["--job.config_file", file])
+    said, training = config.parallelism, config.training
+    dims = ParallelDims(
+        dp_replicate=said.data_parallel_replicate_degree,
+        dp_shard=said.data_parallel_shard_degree,
+        cp=said.context_parallel_degree,
+        tp=said.tensor_parallel_degree,
+        pp=said.pipeline_parallel_degree,
+        ep=said.expert_parallel_degree,
+        etp=said.expert_tensor_parallel_degree,
+        world_size=case["devices"],
+    )
+    # Its meshes are reshaped to these degrees, which fails later where they do not divide.
+    shared = dims.dp_shard * dims.cp * dims.tp
+    assert shared % (dims.ep * dims.etp) == 0, f"experts over {dims.ep} x {dims.etp} of {shared} ranks"
+    assert dims.fsdp_enabled or not training.enable_cpu_offload, "offload"  # models/llama3/infra/parallelize.py
+    ranks = dims.dp_replicate * dims.dp_shard
+    assert training.global_batch_size % (training.local_batch_size * ranks) == 0, "batch"
+    assert training.local_batch_size % said.pipeline_parallel_microbatch_size == 0, "micro-batch"
+    if dims.pp > 1:
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+        parts = said.module_fqns_per_model_part
+        looped = issubclass(get_schedule_class(said.pipeline_parallel_schedule), PipelineScheduleMulti)
+        assert len(parts) % dims.pp == 0, "parts"
+        assert (len(parts) // dims.pp >= 2) == looped, "parts a rank"
+
+
+def automodel(file: str, case: dict[str, Any]) -> None:
+    """Build the setup of the recipe on so many ranks that only count, and its steps."""
+    import yaml
+    from nemo_automodel.components.distributed.config import DistributedSetup
+    from nemo_automodel.components.training.step_scheduler import StepScheduler
+    from nemo_automodel.recipes._dist_utils import parse_distributed_section
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    document = yaml.safe_load(Path(file).read_text())
+    found = parse_distributed_section(document["distributed"])
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=case["devices"])
+    try:
+        setup = DistributedSetup.build(
+            strategy=found["strategy_config"],
+            parallelism_sizes=found["parallelism_sizes"],
+            pipeline_config=found["pipeline_config"],
+            moe_parallel_config=found["moe_parallel_config"],
+            activation_checkpointing=found["activation_checkpointing"],
+        )
+        ranks, stages, tensor = (getattr(setup.mesh_context, f"{name}_size") for name in ("dp", "pp", "tp"))
+    finally:
+        distributed.destroy_process_group()
+    steps = document["step_scheduler"]
+    StepScheduler(dp_size=ranks, ckpt_every_steps=1, dataloader=[0], max_steps=1, **steps)
+    strategy = found["strategy_config"]
+    if tensor > 1 and getattr(strategy, "enable_async_tensor_parallel", False):
+        assert strategy.sequence_parallel, "tensor overlap"  # components/distributed/parallelizer.py
+    if stages > 1:
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+        pipeline = found["pipeline_config"]
+        local, parts = steps["local_batch_size"], pipeline.module_fqns_per_model_part
+        assert local // pipeline.pp_microbatch_size >= stages, "micro-batches"  # recipes/llm/train_ft.py
+        assert local % pipeline.pp_microbatch_size == 0, "micro-batch"
+        looped = issubclass(get_schedule_class(pipeline.pp_schedule), PipelineScheduleMulti)
+        assert len(parts) % stages == 0, "parts"
+        assert (len(parts) // stages >= 2) == looped, "parts a rank"
+
+
 def vars_of(record: Any) -> list[str]:
     """Names of the fields of a dataclass or of one of its records."""
     from dataclasses import fields
@@ -152,8 +225,15 @@ def accelerate(file: str, case: dict[str, Any]) -> None:
         assert ParallelismConfig(**sizes).total_size == config.num_processes
 
 
-JUDGES = {"megatron": megatron, "torchtitan": torchtitan, "deepspeed": deepspeed, "accelerate": accelerate}
-PACKAGES = {name: "megatron-core" if name == "megatron" else name for name in JUDGES}
+JUDGES = {
+    "megatron": megatron,
+    "torchtitan": torchtitan,
+    "torchtitan-0.2": older_torchtitan,
+    "deepspeed": deepspeed,
+    "accelerate": accelerate,
+    "automodel": automodel,
+}
+PACKAGES = {"megatron": "megatron-core", "torchtitan-0.2": "torchtitan", "automodel": "nemo-automodel"}
 
 
 def verdict(case: dict[str, Any]) -> str:
@@ -168,6 +248,10 @@ def verdict(case: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    found = [verdict(case) for case in json.load(sys.stdin)]
-    versions = {name: metadata.version(name) for name in PACKAGES.values()}
-    sys.stdout.write("\n" + json.dumps({"verdicts": found, "versions": versions}))
+    cases = json.load(sys.stdin)
+    form = cases[0]["format"]
+    if form == "torchtitan-0.2":  # beside the current release, in a folder of its own
+        sys.path.insert(0, str(Path(sys.prefix) / "torchtitan-0.2"))
+    found = [verdict(case) for case in cases]
+    package = PACKAGES.get(form, form)
+    sys.stdout.write("\n" + json.dumps({"verdicts": found, "version": f"{package} {metadata.version(package)}"}))

@@ -16,7 +16,7 @@ from planner.exchange.formats import ExchangeFormat
 from planner.exchange.registry import FORMATS
 from planner.exchange.training_config import TrainingConfig
 from tests.judges.cases import case_of, drawn, spoiled, spread
-from tests.judges.judge import JUDGES, PACKAGES
+from tests.judges.judge import JUDGES
 
 PYTHON = os.environ.get("MESHWRIGHT_JUDGES", "")
 COUNT = 50
@@ -35,7 +35,7 @@ def judged(form: ExchangeFormat, files: list[tuple[TrainingConfig, str]], folder
         [PYTHON, str(script)], input=json.dumps(cases), capture_output=True, text=True, check=True, env=clean
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    return found["verdicts"], f"{PACKAGES[form.name]} {found['versions'][PACKAGES[form.name]]}"
+    return found["verdicts"], found["version"]
 
 
 def show(capsys: pytest.CaptureFixture[str], version: str, kind: str, tried: int, disagreements: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -27,7 +28,7 @@ torchrun $DISTRIBUTED_ARGS pretrain_gpt.py "${ARGS[@]}"
 """
 
 
-def checked(text: str, folder: Path, *options: str, suffix: str = ".sh") -> tuple[int, dict[str, object]]:
+def checked(text: str, folder: Path, *options: str, suffix: str = ".sh") -> tuple[int, dict[str, Any]]:
     """Exit code and document of ``check --json`` on a file with this text."""
     path = folder / f"given{suffix}"
     path.write_text(text)
@@ -123,6 +124,18 @@ def test_keys_of_accelerate_are_judged_and_those_not_read_listed(
     found, said = checked(text, tmp_path, suffix=".yaml")
     assert found == code, said
     assert shown in json.dumps(said)
+
+
+@pytest.mark.parametrize(("local", "code"), [(2, 2), (4, 0)])
+def test_automodel_wants_a_micro_batch_for_each_rank_of_a_pipeline(local: int, code: int, tmp_path: Path) -> None:
+    parts = [[f"model.layers.{number}"] for number in range(4)]
+    section = {"dp_size": 2, "pp_size": 4, "dp_replicate_size": 0, "enable_async_tensor_parallel": True}
+    pipeline = {"pp_schedule": "1f1b", "pp_microbatch_size": 1, "module_fqns_per_model_part": parts}
+    steps = {"local_batch_size": local, "global_batch_size": 2 * local}
+    text = json.dumps({"distributed": {**section, "pipeline": pipeline}, "step_scheduler": steps})
+    found, said = checked(text, tmp_path, "--format", "automodel", suffix=".yaml")
+    assert found == code, said
+    assert [problem["key"] for problem in said["problems"]] == ["step_scheduler.local_batch_size"] * (code == 2)
 
 
 def test_without_hardware_it_is_said_whether_a_file_is_legal(tmp_path: Path) -> None:
