@@ -37,6 +37,7 @@ class Document:
     def __init__(self, raw: object, source: str, framework: str) -> None:
         if not isinstance(raw, Mapping):
             raise InputError(f"{source} is no mapping of keys to values; give a configuration of {framework}")
+        self.sections: Mapping[Any, Any] = raw
         self.values: dict[str, Any] = dict(_flat(raw, ""))
         self._source = source
         self._read: set[str] = set()

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
 from planner.exchange.keyed import Document, nested
 from planner.exchange.mindspore.layers import LayerSettings
 from planner.exchange.mindspore.mindformers import ALGORITHMS, PRECISIONS, Translated, translate
@@ -133,10 +133,8 @@ def read(text: str, source: str) -> ReadConfig:
     InputError
         The file is no YAML mapping, or MindFormers does not take it.
     """
-    raw = CONFIGURATION.yaml(text, source, strict=False)
-    if not isinstance(raw, dict):
-        raise InputError(f"{source} is no mapping of keys to values; give a training file of MindFormers")
-    said = translate(raw)
+    raw = Document.yaml(text, source, "MindFormers")
+    said = translate(raw.sections)
     if not said.configured:
         raise InputError(
             f"{source}: parallel_mode {said.parallel_mode} leaves the plan to MindSpore; use plan --config, or 1"
@@ -150,9 +148,11 @@ def read(text: str, source: str) -> ReadConfig:
     batch, micro = options.get("global_batch"), pins.get("micro_batch")
     if micro is None and batch is not None:
         micro = batch // (dp * int(pins.get("micro_batches", "1"))) or None
-    sizes = transformers_config(raw)
-    document, key = (sizes, "num_hidden_layers") if sizes else (raw, KEYS["num_layers"])
-    layers = Document(document, source, "MindFormers").optional(key)
+    sizes = transformers_config(raw.sections)
+    if sizes:
+        layers = Document(sizes, source, "MindFormers").optional("num_hidden_layers")
+    else:
+        layers = raw.optional(KEYS["num_layers"])
     plain = "none" if pp == 1 else "1f1b" if vpp == 1 else "interleaved_1f1b"
     config = TrainingConfig(
         devices=prod((dp, tp, pp, cp)),

@@ -144,7 +144,7 @@ def read(text: str, source: str) -> ReadConfig:
         expert_overlap=raw.flag(KEYS["expert_overlap"]),
     )
     raw.flag(KEYS["sequence_parallel"])
-    sizes = transformers_config(nested(raw.values))
+    sizes = transformers_config(raw.sections)
     raw.pass_over("model." if sizes else "model.none")
     return ReadConfig(config=config, sizes=sizes, not_read=raw.unread())
 
