@@ -419,6 +419,8 @@ class _Fusion:
         for index, node in enumerate(nodes):
             if node.role is not Role.OPERATOR or node.kernel not in (Kernel.COPY, Kernel.REDUCTION):
                 continue
+            if not node.tensor_inputs:
+                continue  # first states of a recurrent network, filled with zeros
             source = self.base(node.tensor_inputs[0])
             readers = self.readers.get(TensorRef(index), frozenset())
             repeats = self.graph.spec(source).elements < node.outputs[0].elements

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from planner.cost.work import cast_bytes, cast_sizes, traffic_sizes
 from planner.graph.folding import fold, unfold
@@ -153,6 +155,26 @@ def test_products_of_one_tensor_are_one_product(network: str, widths: tuple[int,
         assert ratios[:3] == pytest.approx([1.0] * 3)
         assert ratios[3] == pytest.approx(3.0) or ratios[3] == pytest.approx(2.0)
     assert all(kernel_shape(graph, node) is None for node in silent)
+
+
+def recurrent() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """An LSTM whose first states are zeros that no operator reads anything for."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            return self.cells(features)[0].square().sum()
+
+    return Recurrent(), (torch.zeros(2, 3, 8),)
+
+
+def test_a_recurrent_network_begins_with_states_that_nothing_writes() -> None:
+    """It ended in an IndexError."""
+    graph = captured(f"py:{__name__}:recurrent", LIBRARY)
+    assert any(not node.tensor_inputs and node.role is Role.OPERATOR for node in graph.nodes)
 
 
 def test_numbers_stay() -> None:
