@@ -150,7 +150,7 @@ def _planned(recipe: Recipe, folder: str) -> dict[str, Any]:
         if not ours.candidates:
             said["why"] += f" Free: {ours.infeasible}"
     except MeshwrightError as error:
-        said |= {"outcome": "refused", "why": str(error).replace(folder, recipe["model"])}
+        said |= {"outcome": "refused", "why": str(error).replace(Path(folder).name, recipe["model"])}
     except Exception as error:  # noqa: BLE001 this is what is counted
         said |= {"outcome": "internal error", "why": f"{type(error).__name__}: {error}"}
     return said
