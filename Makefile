@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 JOBS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow docs fuzz judges lint format types bench compatibility clean
+.PHONY: help demo test slow docs fuzz judges lint format types lock audit bench compatibility clean
 
 help:
 	@echo "make demo    set up, calibrate this machine, plan, run for real, write reports/out/demo.html"
@@ -21,6 +21,8 @@ help:
 	@echo "make fuzz    a million mutated inputs for every parser"
 	@echo "make lint    ruff, lint and format"
 	@echo "make types   mypy, strict"
+	@echo "make lock    lock the versions of constraints.txt anew, with digests"
+	@echo "make audit   known weaknesses of the locked packages (asks PyPI's advisories)"
 	@echo "make bench   the benchmarks (pytest-benchmark)"
 	@echo "make compatibility   the tests on the oldest and the newest torch, with every Python found"
 
@@ -28,8 +30,10 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+# pip takes no digests of folders, so the project itself comes second, with what the lock has brought.
+$(INSTALLED): pyproject.toml requirements.lock | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: $(INSTALLED)
@@ -73,6 +77,20 @@ format: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# uv and pip-audit have environments of their own: neither is needed to work on the code.
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet uv
+	{ sed '/^[^#]/,$$d' requirements.lock; build/lock/bin/uv pip compile pyproject.toml --extra dev \
+		--constraint constraints.txt --generate-hashes --universal --python-version 3.11.5 --no-annotate --no-header \
+		--quiet; } > build/requirements.lock
+	mv build/requirements.lock requirements.lock
+
+audit:
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet pip-audit
+	build/audit/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -m "slow or not slow"

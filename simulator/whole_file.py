@@ -17,7 +17,7 @@ from simulator.errors import InputError
 _STANDARD_STREAMS = (1, 2)
 _REMEDIES = {
     errno.EISDIR: "name a file in it",
-    errno.ENOSPC: "free some space or choose another place",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space or choose another place"),
 }
 _REMEDY = "choose a file in a folder you may write to"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
@@ -37,6 +39,24 @@ def brought(interpreter: Path, folder: Path, *wanted: str) -> dict[str, str]:
     found = pip("--python", interpreter, "install", "--quiet", "--dry-run", "--report", report, *wanted)
     assert found.returncode == 0, found.stderr
     return {i["metadata"]["name"]: i["metadata"]["version"] for i in json.loads(report.read_text())["install"]}
+
+
+def pinned(file: str) -> dict[str, str]:
+    """Versions of packages in a file, by name."""
+    lines = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\\n]+)", (ROOT / file).read_text(), re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lines}
+
+
+def test_the_lock_has_a_digest_for_each_version_that_is_pinned() -> None:
+    wanted, locked = pinned("constraints.txt"), pinned("requirements.lock")
+    assert wanted.items() <= locked.items()
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    every = [*named["dependencies"], *(one for more in named["optional-dependencies"].values() for one in more)]
+    names = {re.sub(r"[-_.]+", "-", re.split(r"[^A-Za-z0-9._-]", one)[0]).lower() for one in every}
+    assert names - {"meshwright"} <= set(locked)
+    entries = re.split(r"^(?=[A-Za-z0-9])", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE)[1:]
+    assert len(entries) == len(locked)
+    assert all("--hash=sha256:" in entry for entry in entries)
 
 
 @pytest.fixture(scope="module")

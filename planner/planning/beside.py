@@ -13,6 +13,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from simulator.calibration.process import process_state
+
+LOOK_S = 1.0
+"""How often a process that waits for the fork looks whether it is stopped."""
+
 
 class Beside:
     """Values of functions, worked out by a fork of this process and by this process, whichever comes first to each.
@@ -71,8 +76,12 @@ class Beside:
                 raise
 
     def _receive(self, *, wait: bool) -> None:
-        """Take what the fork has sent; a value at least if it is to `wait`."""
+        """Take what the fork has sent; a value at least if it is to `wait`, unless the fork is stopped."""
         while self._fork is not None and (wait or self._fork.values.poll()):
+            if not self._fork.values.poll(LOOK_S):
+                if self._fork.stopped:
+                    self.close()
+                continue
             try:
                 name, value = self._fork.values.recv()
             except EOFError:
@@ -106,6 +115,11 @@ class _Fork:
         begun = bool(self._begun[place])
         self._begun[place] = 1
         return not begun
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it, so that it sends nothing."""
+        return process_state(self._process.pid or 0) == "T"
 
     def end(self) -> None:
         """Leave nothing of it."""

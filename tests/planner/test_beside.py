@@ -61,6 +61,19 @@ def test_the_other_process_begins_at_once(tmp_path: Path) -> None:
 
 
 @forks
+def test_what_a_stopped_process_was_at_is_done_here() -> None:
+    here = os.getpid()
+
+    def work() -> int:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return os.getpid()
+
+    with closing(Beside({0: work, 1: work}, 2)) as beside:
+        assert [beside.value(0), beside.value(1)] == [here, here]
+
+
+@forks
 def test_who_waits_does_what_is_next(tmp_path: Path) -> None:
     def slow() -> int:
         _wait_for((tmp_path / "next was done").exists)
