@@ -118,6 +118,11 @@ class MemoryHabits(Part):
     optimizer_states: Literal["", "adamw8bit", "muon", "lamb"] = ""
 
 
+def _stack(name: str) -> Stack:
+    """Return the stack of this name. Pydantic cannot read the signature of an enumeration on Python 3.12 and later."""
+    return Stack(name)
+
+
 class Software(Part):
     """Software that plans run on: a stack, and what its users' usual settings make of kernels and messages.
 
@@ -152,7 +157,7 @@ class Software(Part):
 
     title: str
     source: str
-    stack: Annotated[Stack, BeforeValidator(Stack)]
+    stack: Annotated[Stack, BeforeValidator(_stack)]
     overlaps: bool = True
     gradient_dtype: Literal["", "float32"] = ""
     whole_sums: bool = False
