@@ -124,7 +124,7 @@ def test_the_memory_of_the_host_is_a_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_states_are_shared_out_over_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    """FSDP2 pads shards; where a plan leaves parameters whole, because no dim divides, it says so."""
+    """Shards are uneven where no dim divides, as those of FSDP2 are: no parameter stays whole."""
     spec = network(tmp_path, vocab_size=8191)
     fixed = {"tp": 1, "pp": 1, "dp": ranks, "micro_batch": 1, "optimizer_sharding": "zero3", "shard_size": ranks}
     request = PlanRequest(
@@ -136,8 +136,7 @@ def test_states_are_shared_out_over_any_number_of_ranks(ranks: int, tmp_path: Pa
     held = found.candidates[0].prediction.memory_at_peak
     assert held[BufferKind.OPTIMIZER_STATE] == pytest.approx(8 * parameters / ranks, rel=1e-3)
     assert held[BufferKind.PARAMETER] == pytest.approx(4 * parameters / ranks, rel=1e-3)
-    whole = [message for message in found.messages if "whole on every rank" in message]
-    assert bool(whole) is (ranks % 3 == 0)
+    assert not [message for message in found.messages if "whole on every rank" in message]
 
 
 @given(st.floats(1e6, 1e13), st.floats(1e6, 1e13), st.floats(1.0, 10.0), st.sampled_from(["software", "tensors"]))

@@ -14,7 +14,7 @@ import yaml
 from planner.cli.plan_tables import difference_text
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_precision
-from planner.lowering.checked import precision_dtype
+from planner.lowering.checked import checked_graph, precision_dtype
 from planner.planning import one_stage, planning
 from planner.planning.analytic import differing_term
 from planner.planning.planning import PlanRequest, SearchResult, capture_for, plan_network
@@ -376,8 +376,14 @@ def test_a_strategy_that_the_operator_cannot_take_is_refused(plan: Plan, rules: 
 
 def test_a_strategy_that_does_not_divide_is_refused(plan: Plan) -> None:
     uneven = replace(plan, micro_batch=1, micro_batches=16, mesh=replace(plan.mesh, axes=(plan.mesh.axes[0],)))
-    three = uneven.mesh.axes[0]._replace(size=3)
-    refused(replace(uneven, mesh=replace(uneven.mesh, axes=(three,))), "does not divide")
+    three, many = (
+        replace(uneven, mesh=replace(uneven.mesh, axes=(uneven.mesh.axes[0]._replace(size=size),)))
+        for size in (3, 5000)
+    )
+    refused(many, "does not divide")
+    checked_graph(three, captured("gpt2-tiny"))  # parameters are stored in uneven shards, which are simulated alone
+    with pytest.raises(StrategyError, match="uneven shards"):
+        checked_graph(three, captured("gpt2-tiny"), even=True)
 
 
 def test_layers_that_are_missing_are_refused(plan: Plan) -> None:
