@@ -37,6 +37,9 @@ _SCALES: Mapping[str, float] = {
 }  # fmt: skip
 _UNITS: Mapping[str, float] = {"": 1.0, "B": 1.0, "b": 1 / 8, "W": 1.0, "s": 1.0, "FLOPS": 1.0, "FLOP": 1.0}
 
+MOST_DEVICES = 65_536
+"""Devices of the largest node that is described: its profile lists the counts that a job may take."""
+
 
 def quantity(text: str) -> float:
     """A number in SI units; bits are bytes.
@@ -109,8 +112,8 @@ def _numbers(values: Mapping[str, str], known: Mapping[str, Any]) -> list[tuple[
     if "nodes.devices" in values:
         said, old = f"nodes.devices={values['nodes.devices']}", devices
         devices = round(quantity(values["nodes.devices"]))
-        if devices < 1:
-            raise ProfileError(f"--set {said}: a node has at least one device")
+        if not 1 <= devices <= MOST_DEVICES:
+            raise ProfileError(f"--set {said}: a node has at least one device and at most {MOST_DEVICES}")
         found += _sizes(topology, old, devices, said)
         if "nodes.nics" not in values and topology.get("node"):
             nics = math.gcd(nics, devices)
