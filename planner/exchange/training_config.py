@@ -81,7 +81,7 @@ class TrainingConfig:
         """Bound all numbers, since they size lists: raises InputError."""
         for name, value in self.said().items():
             if isinstance(value, int) and not -1 <= value <= LARGEST:
-                raise InputError(f"{name} = {value:.3g} is no whole number of at most {LARGEST}; correct it")
+                raise InputError(f"{name} = {value!r:.30} is no whole number of at most {LARGEST}; correct it")
         _check_size(max(self.num_layers or 0, sum(map(abs, self.layers or ()))), (self.pp or 1) * (self.vpp or 1))
 
     @property

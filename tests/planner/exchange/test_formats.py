@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from planner.cli.check import CheckedFormat
 from planner.cli.export import Format
@@ -230,3 +231,9 @@ def test_groups_of_shards_are_gone_from_deepspeed() -> None:
         "zero_optimization.mics_shard_size"
     ]
     assert rounded(config, form.table).shard_size == 0
+
+
+@given(name=st.sampled_from(["devices", "tp", "pp", "num_layers", "micro_batch"]), power=st.integers(41, 2000))
+def test_numbers_that_no_configuration_has_are_refused(name: str, power: int) -> None:
+    with pytest.raises(InputError, match="correct"):
+        TrainingConfig(**{name: 2**power})  # type: ignore[arg-type]
