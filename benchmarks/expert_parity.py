@@ -29,6 +29,7 @@ from planner.exchange.training_config import TrainingConfig
 from planner.planning.one_stage import Candidate
 from planner.planning.planning import capture_for, plan_network
 from planner.planning.shared_tables import SharedTables
+from planner.planning.summary import degrees_text
 from planner.plans.request import PlanRequest
 from planner.published.pinned import ADAPTERS
 from simulator.errors import InputError, MeshwrightError
@@ -160,19 +161,15 @@ def _of(candidates: Sequence[Candidate]) -> dict[str, Any]:
     if not candidates:
         return {}
     plan, prediction = candidates[0].plan, candidates[0].prediction
-    degrees = {name: plan.degree(axis) for name, axis in _AXES.items()} | {"pp": plan.pipeline, "vpp": plan.virtual}
-    choices = [f"{name}={size}" for name, size in degrees.items() if size > 1]
-    choices += [f"micro_batch={plan.micro_batch}", plan.optimizer_sharding, f"recompute {plan.recomputation}"]
     return {
         "step_s": prediction.step_time_s,
         "peak_gib": prediction.peak_memory_bytes / 2**30,
         "gap": plan.certificate.gap,
-        "plan": " ".join(choices),
+        "plan": degrees_text(plan),
         "breakdown": {name: float(value) for name, value in prediction.breakdown.items()},
     }
 
 
-_AXES = {"data": "data", "ep": "expert", "cp": "context", "tp": "tensor"}
 _FASTER = 0.9
 """Free plans below this part of a recipe's time say by what they are faster."""
 _SAME = 1.001

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
-    from planner.planning.one_stage import Candidate
     from planner.planning.prediction import Prediction
     from planner.plans.plan import Plan
     from simulator.hardware import Hardware
@@ -125,11 +124,3 @@ def _below(row: Sequence[str], text: int, width: int) -> Iterator[tuple[str, ...
     """The lines of a row whose text is wrapped."""
     for number, part in enumerate(textwrap.wrap(row[text], width) or [""]):
         yield tuple(part if i == text else "" if number else cell for i, cell in enumerate(row))
-
-
-def candidates_text(candidates: Sequence[Candidate]) -> str:
-    """Lay plans out as text, best first."""
-    head = (("", True), *columns(candidates[0].prediction))
-    return plain_text_table(
-        head, [(str(rank), *cells(one.plan, one.prediction)) for rank, one in enumerate(candidates, 1)]
-    )

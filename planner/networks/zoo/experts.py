@@ -41,7 +41,7 @@ def mix_experts(
     length
         Tokens of a sequence.
     compute
-        What every expert makes of its own rows, ``(experts, rows, hidden)`` to the same shape.
+        Runs every expert on its own rows: ``(experts, rows, hidden)`` to the same shape.
     """
     chosen, hidden = index.shape[-1], hidden_states.shape[-1]
     capacity = min(length, math.ceil(CAPACITY * chosen * length / experts))

@@ -26,13 +26,15 @@ class Experts(nn.Module):
         """Map ``(batch, length, hidden)`` to the same shape."""
         tokens = x.flatten(0, 1)
         weights, index = choose_experts(self.router(tokens), self.chosen)
-        experts, length = self.gate.shape[0], x.shape[1]
-        mixed = mix_experts(tokens, index, weights, experts=experts, length=length, compute=self.feed_forward)
+        mixed = mix_experts(
+            tokens,
+            index,
+            weights,
+            experts=self.gate.shape[0],
+            length=x.shape[1],
+            compute=lambda rows: gated_experts(rows, self.gate, self.up, self.down, F.silu),
+        )
         return mixed.view(x.shape)
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """Map the rows of each expert, ``(experts, rows, hidden)``, to the same shape."""
-        return gated_experts(x, self.gate, self.up, self.down, F.silu)
 
 
 class Block(nn.Module):

@@ -195,7 +195,7 @@ def counts_tensor_ranks(pins: Pins, data_parallel: int, tensor: int) -> bool:
 
 
 def expert_cut(pins: Pins, configuration: Configuration) -> str:
-    """What tensor ranks of a configuration have of experts: ``any``, ``width`` or ``whole``."""
+    """How the tensor ranks of a configuration share experts: ``any``, ``width`` or ``whole``."""
     c = configuration
     if pins.ep == c.expert * c.tensor and counts_tensor_ranks(pins, c.data_parallel, c.tensor):
         return "whole"
@@ -272,8 +272,7 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
         chunks = [2] if name in TWO_CHUNKS else [1]
         if name == "interleaved_1f1b":
             deepest = extent.units // pipeline
-            chunks = [*range(2, MOST_CHUNKS + 1), *([deepest] if deepest > MOST_CHUNKS else [])]
-            chunks = chunks if pins.vpp is None else [pins.vpp]
+            chunks = [pins.vpp] if pins.vpp else sorted({*range(2, MOST_CHUNKS + 1), max(deepest, 2)})
         for virtual in chunks:
             wanted = pins.vpp in (None, virtual) and pipeline * virtual <= extent.units
             if wanted and fits_schedule(name, pipeline, virtual, micro_batches):
