@@ -239,9 +239,9 @@ class Plan:
 
     @property
     def expert_ranks(self) -> int:
-        """What a pin of ``ep`` says: ranks of the expert axis, times tensor ranks where it counts these as well.
+        """The ``ep`` that pins this plan: the size of the expert axis, or its product with that of the tensor axis.
 
-        It does where tensor ranks have whole experts and the product does not divide the data-parallel ranks.
+        The product counts where tensor ranks hold whole experts and it does not divide the data-parallel ranks.
         """
         expert = self.degree("expert")
         dealt = expert * self.degree("tensor")
