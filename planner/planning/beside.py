@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from simulator.calibration.process import process_state
+from simulator.calibration.process import end_with_parent, process_state
 
 LOOK_S = 1.0
 """How often a process that waits for the fork looks whether it is stopped."""
@@ -130,6 +130,7 @@ class _Fork:
         self._begun.close()
 
     def _run(self, works: Mapping[Hashable, Callable[[], Any]], sending: Connection) -> None:
+        end_with_parent()
         # An interrupt of both is for the other process, which ends this one.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
@@ -23,7 +25,7 @@ from planner.planning.planning import PlanRequest, SearchResult, capture_for, pl
 from planner.planning.shared_tables import SharedTables
 from planner.published.pinned import MEMORY, PinnedRun, pinned_run
 from planner.published.predictions import RECOMPUTED, recomputing
-from simulator.calibration.process import available_cores
+from simulator.calibration.process import available_cores, stopped_children_killed
 from simulator.errors import InputError, MeshwrightError
 from simulator.profiles import load_profile, profile_text
 from simulator.whole_file import write_whole
@@ -228,7 +230,10 @@ def _pinned(run: TrainingRun) -> PinnedRun | MeshwrightError:
 def _predicted(
     runs: Sequence[PinnedRun], cores: int, slower: Mapping[str, float] | None
 ) -> Iterator[tuple[PinnedRun, Outcome]]:
-    """Runs with their predictions, in any order."""
+    """Runs with their predictions, in any order.
+
+    When a process of the pool dies or stays stopped, this process predicts the rest.
+    """
     groups: dict[tuple[str, ...], list[PinnedRun]] = {}
     for run in runs:
         groups.setdefault(network_key(run), []).append(run)
@@ -237,15 +242,17 @@ def _predicted(
         group.sort(key=lambda run: (run.hardware, run.precision, run.software, run.devices, run.pins))
     parts = [group[start : start + _GROUP] for group in groups.values() for start in range(0, len(group), _GROUP)]
     with tempfile.TemporaryDirectory() as folder:
-        if cores == 1 or len(parts) < 2:
-            for part in parts:
-                yield from zip(part, _predict_part(part, folder, slower), strict=True)
-            return
-        # Forked processes could inherit locks of threads that they do not have.
-        with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-            waiting = {pool.submit(_predict_part, part, folder, slower): part for part in parts}
-            for done in as_completed(waiting):
-                yield from zip(waiting[done], done.result(), strict=True)
+        left = dict(enumerate(parts))
+        if cores > 1 and len(parts) > 1:
+            # Forked processes could inherit locks of threads that they do not have.
+            context = get_context("spawn")
+            with suppress(BrokenProcessPool), stopped_children_killed(), ProcessPoolExecutor(cores, context) as pool:
+                waiting = {pool.submit(_predict_part, part, folder, slower): place for place, part in left.items()}
+                for done in as_completed(waiting):
+                    outcomes = done.result()
+                    yield from zip(left.pop(waiting[done]), outcomes, strict=True)
+        for part in left.values():
+            yield from zip(part, _predict_part(part, folder, slower), strict=True)
 
 
 def _predict_part(runs: Sequence[PinnedRun], folder: str, slower: Mapping[str, float] | None) -> list[Outcome]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from planner.what_if.options import point_name
 from planner.what_if.rows import WhatIfRow
 from planner.what_if.work import Work, graph_text, plan_numbered
+from simulator.calibration.process import end_with_parent, stopped_children_killed
 from simulator.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def in_processes(
 ) -> Numbered:
     """Plan points side by side; closing the generator, or Ctrl-C in it, ends the processes.
 
-    When a process dies (most often for want of memory), the points that are left are planned one at a time.
+    When a process dies (most often for want of memory) or stays stopped, the points that are left are planned one at a
+    time.
 
     Parameters
     ----------
@@ -91,9 +93,10 @@ def _parallel(work: Work, tasks: Iterable[tuple[Any, ...]], jobs: int) -> Number
 
     # One point a task: each is kept as soon as it is done.
     parallel = Parallel(n_jobs=jobs, backend="loky", batch_size=1, return_as="generator_unordered")
-    rows = parallel(delayed(_attached)(os.getpid(), work, *task) for task in tasks)
-    with _ended(rows):
-        yield from rows
+    with stopped_children_killed():
+        rows = parallel(delayed(_attached)(os.getpid(), work, *task) for task in tasks)
+        with _ended(rows):
+            yield from rows
 
 
 def _attached(parent: int, work: Work, *task: Any) -> tuple[int, WhatIfRow]:
@@ -104,6 +107,7 @@ def _attached(parent: int, work: Work, *task: Any) -> tuple[int, WhatIfRow]:
 
 @lru_cache(maxsize=1)
 def _end_with(parent: int) -> None:
+    end_with_parent()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -25,7 +25,7 @@ ALLOCATOR_ENVIRONMENT = {
 
 
 STOPPED_S = 10.0
-"""A process that has been stopped (SIGSTOP) for so long ends the others of its run."""
+"""A process that has been stopped (SIGSTOP) for so long counts as lost."""
 LOOK_S = 1.0
 PR_SET_PDEATHSIG = 1
 
@@ -101,10 +101,53 @@ def process_state(pid: int) -> str:
     >>> process_state(os.getpid())
     'R'
     """
+    return _state_and_parent(pid)[0]
+
+
+@contextmanager
+def stopped_children_killed() -> Iterator[None]:
+    """Kill children of this process that stay stopped meanwhile, which pools would wait for without end.
+
+    A pool then meets a dead process, as it is prepared to. Children that are stopped before are left alone. Only looks
+    of this process count: after Ctrl-Z all processes go on together. At the end, every child that is stopped is killed.
+    """
+    before = _stopped_children()
+    over = threading.Event()
+
+    def watch() -> None:
+        stopped_for: dict[int, float] = {}
+        while not over.wait(LOOK_S):
+            stopped_for = {pid: stopped_for.get(pid, 0.0) + LOOK_S for pid in _stopped_children() - before}
+            _kill(pid for pid, seconds in stopped_for.items() if seconds >= STOPPED_S)
+
+    watching = threading.Thread(target=watch, daemon=True, name="stopped-children")
+    watching.start()
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        yield
+    finally:
+        over.set()
+        watching.join()
+        _kill(_stopped_children() - before)
+
+
+def _stopped_children() -> set[int]:
+    """Children of this process that a signal has stopped; empty where there is no /proc."""
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return {pid for pid in pids if _state_and_parent(pid) == ("T", os.getpid())}
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return "", 0
+    return state, int(parent)
 
 
 def end_with_parent() -> None:

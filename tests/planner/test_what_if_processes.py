@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from planner.what_if.options import requests_of
 from planner.what_if.processes import in_processes, usable_cores
 from planner.what_if.rows import WhatIfRow, row_of
 from planner.what_if.work import graph_text, shared_of
+from simulator.calibration import process
 from simulator.errors import MeshwrightError, UnsupportedError
 from tests.results import infeasible_result
 
@@ -46,12 +49,10 @@ def die_at_24(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIf
     return answer(number, request, text)
 
 
-def die_once(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
-    try:
-        Path(os.environ["DIED_ONCE"]).touch(exist_ok=False)
-    except FileExistsError:
-        return answer(number, request, text)
-    os.kill(os.getpid(), signal.SIGKILL)
+def hit_once(by: signal.Signals, mark: Path, number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
+    with suppress(FileExistsError):
+        mark.touch(exist_ok=False)
+        os.kill(os.getpid(), by)
     return answer(number, request, text)
 
 
@@ -70,19 +71,21 @@ def test_every_point_is_planned_once(graph: OperatorGraph) -> None:
 
 def test_a_point_at_which_processes_die_is_named(graph: OperatorGraph) -> None:
     notes: list[str] = []
-    done = []
+    done: list[tuple[int, WhatIfRow]] = []
     with pytest.raises(MeshwrightError, match="zoo:gpt2-tiny on 24 devices of dgx-a100: .* died, twice .*SIGKILL"):
         done.extend(in_processes(graph, requests(), 2, notes.append, die_at_24))
     assert len(notes) == 1
     assert "SIGKILL" in notes[0]
 
 
-def test_a_process_that_dies_once_stops_nothing(
-    graph: OperatorGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_is_stopped_once_stops_nothing(
+    by: signal.Signals, graph: OperatorGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DIED_ONCE", str(tmp_path / "died"))
+    monkeypatch.setattr(process, "LOOK_S", 0.1)
+    monkeypatch.setattr(process, "STOPPED_S", 0.3)
     notes: list[str] = []
-    rows = dict(in_processes(graph, requests(), 2, notes.append, die_once))
+    rows = dict(in_processes(graph, requests(), 2, notes.append, partial(hit_once, by, tmp_path / "hit")))
     assert sorted(rows) == [0, 1, 2, 3]
     assert len(notes) == 1
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
+import os
 import random
 import shlex
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +26,7 @@ from planner.published.pinned import NotPinnedError, pinned_run
 from planner.published.planned import Planner, Workplace, predict_planned
 from planner.published.predictions import RECOMPUTED
 from planner.published.reading import MeasuredRow, read_measurements
+from simulator.calibration import process
 from simulator.errors import InputError, MeshwrightError
 from simulator.profiles import load_profile
 from tests.measurements import write_measurements
@@ -138,6 +144,32 @@ def test_equal_runs_are_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(found) == 2
     assert found[0] == found[1]
     assert len(asked) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_processes_that_are_stopped_or_die_leave_their_runs_to_this_one(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LOOK_S", 0.1)
+    monkeypatch.setattr(process, "STOPPED_S", 0.3)
+    rows = rows_of(tmp_path, *({**PIPELINE, "n_layers": layers, "global_batch": "16"} for layers in ("4", "6")))
+    runs = [row.run for row in rows if row.run is not None]
+
+    before = set(multiprocessing.active_children())
+
+    def hit() -> None:
+        while not (children := set(multiprocessing.active_children()) - before):
+            time.sleep(0.01)
+        for child in children:
+            os.kill(child.pid or 0, number)
+
+    hitting = threading.Thread(target=hit)
+    hitting.start()
+    found = predict_planned(runs, cores=2)
+    hitting.join()
+    assert found == predict_planned(runs, cores=1)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_validate_shows_both_predictors_on_the_same_rows(tmp_path: Path) -> None:
