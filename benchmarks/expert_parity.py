@@ -111,7 +111,7 @@ def config_of(recipe: Recipe) -> TrainingConfig:
         etp=whole("etp", whole("tp")), layers=layers, first_layers=whole("first_stage_layers", None),
         last_layers=whole("last_stage_layers", None), mtp_layers=whole("mtp_layers", None),
         schedule="none" if pipeline == 1 else "1f1b" if virtual == 1 else "interleaved_1f1b",
-        context_algorithm="none" if context == 1 else "ring",
+        context_algorithm="none" if context == 1 else None,
         micro_batch=whole("micro_batch"), global_batch=whole("global_batch", None),
         sequence_length=whole("seq_len", _LLAMA_LENGTH if recipe["model"].startswith("llama3") else _LENGTH),
         precision={"f": "fp8", "n": "fp4"}.get(recipe["precision"][0], "bf16"),

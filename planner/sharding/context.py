@@ -11,6 +11,8 @@ Attention alone needs other ranks' tokens. By ``ring`` keys and values go round 
 mask each rank holds two chunks of the sequence, one counted from its start and one from its end (`positions_of`),
 so that all ranks have equal work in every turn. By ``all_to_all`` the sequence is exchanged for heads before
 attention and back after it; the exchanged query, key, value and output are what is kept for the backward pass.
+Attention over a part of the keys (`planner.graph.masked_attention`) runs by ``all_to_all`` alone, as in Transformer
+Engine, whose rings know neither sinks nor windows.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.graph.operator_graph import Argument, Node, OperatorGraph, Role, TensorRef
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement, placement_name
 from planner.sharding.rule_families import view
@@ -41,7 +44,8 @@ ALGORITHMS: tuple[Algorithm, ...] = ("ring", "all_to_all")
 _LENGTH_DIM = 2
 _CAUSAL = {ATTENTION: 4, ATTENTION_BACKWARD: 7}
 _DROPOUT = {ATTENTION: 3, ATTENTION_BACKWARD: 6}
-_KEY_VALUE = {ATTENTION: (1, 2), ATTENTION_BACKWARD: (2, 3)}
+_KEY_VALUE = {ATTENTION: (1, 2), ATTENTION_BACKWARD: (2, 3), MASKED: (1, 2), MASKED_BACKWARD: (2, 3)}
+_BACKWARD = (ATTENTION_BACKWARD, MASKED_BACKWARD)
 _COPYING = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.clone.default", "aten.unsqueeze.default"))
 
 
@@ -167,19 +171,37 @@ class _Follower:
             if {*inputs, *outputs} == {_LENGTH_DIM} and not _argument(node, _DROPOUT[node.op]):
                 yield Rule(inputs, inputs[: len(outputs)], splits_work=True, messages=self._messages(node))
             return
+        if node.op in (MASKED, MASKED_BACKWARD):
+            yield from self._masked(node, inputs, outputs)
+            return
         if TABLE.get(node.op) is view and inputs[0] >= 0 and outputs[0] is not None:
             yield Rule(inputs, (outputs[0],), splits_work=True)
         yield from rules_for(self.graph, node)
 
+    def _masked(
+        self, node: Node, inputs: tuple[Placement, ...], outputs: tuple[Placement | None, ...]
+    ) -> Iterator[Rule]:
+        """Attention over a part of the keys: its sinks are whole, the terms of their gradient partial."""
+        backward = node.op == MASKED_BACKWARD
+        cut = 6 if backward else 3
+        if self.algorithm != "all_to_all" or {*inputs[:cut], *outputs[: 3 if backward else 2]} != {_LENGTH_DIM}:
+            return
+        made = (_LENGTH_DIM,) * (3 if backward else 2)
+        sinks = inputs[cut:]
+        made += (PARTIAL if sinks else REPLICATE,) * backward
+        if sinks in ((), (REPLICATE,)):
+            yield Rule(inputs, made, splits_work=True, messages=self._messages(node))
+
     def _messages(self, node: Node) -> tuple[InnerMessage, ...]:
         """Collectives inside an attention or its gradient; heads that are copies of one are sent once."""
-        divisor, backward = _copies(self.graph, node), node.op == ATTENTION_BACKWARD
+        divisor, backward = _copies(self.graph, node), node.op in _BACKWARD
         if self.algorithm == "ring":
             around = (2, 3, 7, 8) if backward else (1, 2)
             ring = InnerMessage(Collective.SEND, tensors=around, divisor=divisor, circulating=True, overlapped=True)
             home = InnerMessage(Collective.SEND, tensors=(7, 8), divisor=divisor)
             return (ring, home) if backward else (ring,)
-        alone, shared, last = ((0,), (7, 8), (6,)) if backward else ((0,), (1, 2), (3,))
+        made = len(node.tensor_inputs)  # number of the first output behind the inputs
+        alone, shared, last = ((0,), (made + 1, made + 2), (made,)) if backward else ((0,), (1, 2), (made,))
         exchange = Collective.ALL_TO_ALL
         return (
             InnerMessage(exchange, tensors=alone),
@@ -228,7 +250,7 @@ def _chunks(graph: OperatorGraph, algorithm: Algorithm) -> int:
 def attention_heads(graph: OperatorGraph) -> Iterator[tuple[int, int]]:
     """Heads of each attention, and how many of them in a row are copies of one head of keys and values."""
     for node in graph.nodes:
-        if node.op == ATTENTION:
+        if node.op in (ATTENTION, MASKED):
             yield graph.spec(node.tensor_inputs[0]).shape[1], _copies(graph, node)
 
 

@@ -8,13 +8,15 @@ sees of another's tokens is whole halves and needs no mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.sharding.context import copies_among, positions_of
 from planner.sharding.local_attention import attend_anywhere, attend_backward_anywhere
-from planner.sharding.local_call import LocalCall, LocalOperator, Parts, Peers
+from planner.sharding.local_call import LocalCall, LocalOperator, Parts, Peers, operator
 from planner.sharding.rule_notation import InnerMessage
 from planner.sharding.sequence import SequenceCut
 from simulator.program import Collective
@@ -55,16 +57,26 @@ def context_attention(call: LocalCall) -> LocalOperator:
 
         return circulate
 
-    directly = _messages(call)[0].collective is Collective.ALL_TO_ALL
+    attend = partial(attend_anywhere, causal=causal, scale=scale)
+    return lambda tensors, peers: exchanged_attention(
+        *_three(tensors), attend=attend, copies=copies, exchange=_exchange(call, axis, peers)
+    )
 
-    def exchange(tensors: Sequence[Tensor], peers: Peers) -> Parts:
-        query, key, value = tensors
-        return exchanged_attention(
-            query, key, value, causal=causal, scale=scale, copies=copies,
-            exchange=lambda parts, split, join: peers.exchange(parts, axis, split, join, all_to_all=directly),
-        )  # fmt: skip
 
-    return exchange
+def masked_context_attention(call: LocalCall) -> LocalOperator:
+    """Attention over a part of the keys, by all-to-all, as `context_attention`; a rank has the sinks of its heads."""
+    axis, rank, _, copies = _place(call, 0)
+    pattern, run = call.arguments[3:8], operator(MASKED)
+
+    def attend(tensors: Sequence[Tensor], peers: Peers) -> Parts:
+        def local(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            sinks = _own_heads(tensors[3], rank, query.shape[_HEADS]) if len(tensors) > 3 else None
+            return _pair(run(query, key, value, *pattern, sinks))
+
+        exchange = _exchange(call, axis, peers)
+        return exchanged_attention(*_three(tensors), attend=local, copies=copies, exchange=exchange)
+
+    return attend
 
 
 def context_attention_backward(call: LocalCall) -> LocalOperator:
@@ -81,15 +93,47 @@ def context_attention_backward(call: LocalCall) -> LocalOperator:
 
         return circulate
 
+    attend = partial(attend_backward_anywhere, causal=causal, scale=scale)
+    return lambda tensors, peers: exchanged_attention_backward(
+        tensors, attend=attend, copies=copies, exchange=_exchange(call, axis, peers)
+    )
+
+
+def masked_context_attention_backward(call: LocalCall) -> LocalOperator:
+    """Gradient of `masked_context_attention`, of what that has kept; a sink's is that of this rank's heads."""
+    axis, rank, _, copies = _place(call, 1)
+    pattern, run = call.arguments[6:11], operator(MASKED_BACKWARD)
+
+    def attend(tensors: Sequence[Tensor], peers: Peers) -> Parts:
+        of_sinks: list[Tensor] = []
+
+        def local(asking: Sequence[Tensor], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            gradient, query, output, normaliser = asking
+            sinks = _own_heads(tensors[6], rank, query.shape[_HEADS]) if len(tensors) > 6 else None
+            *found, own = run(gradient, query, key, value, output, normaliser, *pattern, sinks)
+            if sinks is not None:
+                of_sinks.append(torch.zeros_like(tensors[6]))
+                _own_heads(of_sinks[0], rank, query.shape[_HEADS]).copy_(own)
+            else:
+                of_sinks.append(own)
+            return _three(found)
+
+        exchange = _exchange(call, axis, peers)
+        found = exchanged_attention_backward(tensors[:6], attend=local, copies=copies, exchange=exchange)
+        return (*found, *of_sinks)
+
+    return attend
+
+
+def _own_heads(sinks: Tensor, rank: int, heads: int) -> Tensor:
+    """Sinks of the heads that an all-to-all brings to a rank."""
+    return sinks[rank * heads : (rank + 1) * heads]
+
+
+def _exchange(call: LocalCall, axis: int, peers: Peers) -> Exchange:
+    """How this rank exchanges heads for tokens with the others of its axis."""
     directly = _messages(call)[0].collective is Collective.ALL_TO_ALL
-
-    def exchange(tensors: Sequence[Tensor], peers: Peers) -> Parts:
-        return exchanged_attention_backward(
-            tensors, causal=causal, scale=scale, copies=copies,
-            exchange=lambda parts, split, join: peers.exchange(parts, axis, split, join, all_to_all=directly),
-        )  # fmt: skip
-
-    return exchange
+    return lambda parts, split, join: peers.exchange(parts, axis, split, join, all_to_all=directly)
 
 
 def _messages(call: LocalCall) -> tuple[InnerMessage, ...]:
@@ -201,7 +245,13 @@ def _visible(length: int, rank: int, other: int, causal: bool) -> tuple[slice, s
 
 
 def exchanged_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None, copies: int, exchange: Exchange
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    copies: int,
+    exchange: Exchange,
 ) -> Parts:
     """Attend with some heads over the whole sequence, between two all-to-alls.
 
@@ -210,13 +260,17 @@ def exchanged_attention(
     """
     (query,) = exchange((query,), _HEADS, _LENGTH)
     key, value = exchange((_single(key, copies), _single(value, copies)), _HEADS, _LENGTH)
-    found, normaliser = attend_anywhere(query, _wide(key, copies), _wide(value, copies), causal=causal, scale=scale)
+    found, normaliser = attend(query, _wide(key, copies), _wide(value, copies))
     (output,) = exchange((found,), _LENGTH, _HEADS)
     return output, normaliser, query, key, value, found
 
 
 def exchanged_attention_backward(
-    saved: Sequence[Tensor], *, causal: bool, scale: float | None, copies: int, exchange: Exchange
+    saved: Sequence[Tensor],
+    *,
+    attend: Callable[[Sequence[Tensor], Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    copies: int,
+    exchange: Exchange,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `exchanged_attention` for ``saved``: gradient, then what that has kept, then the log-sum-exp.
 
@@ -225,7 +279,7 @@ def exchanged_attention_backward(
     gradient, query, key, value, output, normaliser = saved
     (gradient,) = exchange((gradient,), _HEADS, _LENGTH)
     asking, wide = (gradient, query, output, normaliser), (_wide(key, copies), _wide(value, copies))
-    of_query, of_key, of_value = attend_backward_anywhere(asking, *wide, causal=causal, scale=scale)
+    of_query, of_key, of_value = attend(asking, *wide)
     of_key, of_value = exchange((_summed(of_key, copies), _summed(of_value, copies)), _LENGTH, _HEADS)
     (of_query,) = exchange((of_query,), _LENGTH, _HEADS)
     return of_query, _spread(of_key, copies), _spread(of_value, copies)
@@ -237,6 +291,11 @@ def exchanged_attention_backward(
 def _pair(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     one, other = parts
     return one, other
+
+
+def _three(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third, *_ = parts
+    return first, second, third
 
 
 def _single(tensor: Tensor, copies: int) -> Tensor:

@@ -15,7 +15,12 @@ from planner.sharding import local_norms
 from planner.sharding import local_scores as products
 from planner.sharding.local_attention import attention, attention_backward
 from planner.sharding.local_call import LocalCall, LocalOperator, Moment, Parts, Peers, invoke, local_call, widened
-from planner.sharding.local_context import context_attention, context_attention_backward
+from planner.sharding.local_context import (
+    context_attention,
+    context_attention_backward,
+    masked_context_attention,
+    masked_context_attention_backward,
+)
 from planner.sharding.local_dropout import dropout, operator_number
 from planner.sharding.local_softmax import shared_log_softmax, shared_log_softmax_backward
 from planner.sharding.rule_notation import Rule
@@ -85,6 +90,8 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
 _AMONG_RANKS: dict[str, Callable[[LocalCall], LocalOperator]] = {
     ATTENTION: context_attention,
     ATTENTION_BACKWARD: context_attention_backward,
+    written_out.MASKED: masked_context_attention,
+    written_out.MASKED_BACKWARD: masked_context_attention_backward,
     "aten._log_softmax.default": shared_log_softmax,
     "aten._log_softmax_backward_data.default": shared_log_softmax_backward,
 }

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.graph.operator_graph import Node, OperatorGraph, TensorRef
 from planner.sharding.rule_families import Family, view
 from planner.sharding.rule_notation import FIXED, Call, Layout, Operand, call_of, labelled_inputs
@@ -119,10 +120,14 @@ def _links(op: str, call: Call) -> tuple[Class, ...] | None:
     return tuple(tuple(members) for members in found.values() if len(members) > 1)
 
 
-_ATTENTION = {
+_ATTENTION: dict[str, tuple[tuple[str, ...], ...]] = {
     ATTENTION: (("bhqd", "bhkd", "bhkd"), ("bhqd", "bhq")),
     ATTENTION_BACKWARD: (("bhqd", "bhqd", "bhkd", "bhkd", "bhqd", "bhq"), ("bhqd", "bhkd", "bhkd")),
 }
+_ATTENTION[MASKED] = ((*_ATTENTION[ATTENTION][0], *("",) * 5, "h"), _ATTENTION[ATTENTION][1])
+_ATTENTION[MASKED_BACKWARD] = tuple(
+    (*labels, *more) for labels, more in zip(_ATTENTION[ATTENTION_BACKWARD], ((*("",) * 5, "h"), ("h",)), strict=True)
+)
 
 
 def _attention(op: str, call: Call) -> Layout:

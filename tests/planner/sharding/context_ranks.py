@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.graph.attention import MASKED
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.sharding.context import Algorithm, context_rules, positions_of, sequence_cut
 from planner.sharding.local_context import own_part
@@ -135,11 +136,11 @@ class Step:
             return [operators[rank](tensors[rank], Alone()) for rank in range(size)]
         exchanging = self.algorithm == "all_to_all"
         if node.forward in self.kept and exchanging:
-            tensors = [[mine[0], *kept] for mine, kept in zip(tensors, self.kept[node.forward], strict=True)]
+            tensors = [[mine[0], *kept, *mine[6:]] for mine, kept in zip(tensors, self.kept[node.forward], strict=True)]
         before = sum(self.ranks.sent)
         results = self.ranks.run(lambda rank: operators[rank](tensors[rank], self.ranks.of(rank)))
         self.traffic[node.name] = (sum(self.ranks.sent) - before) // size
-        if node.op == ATTENTION and exchanging:
+        if node.op in (ATTENTION, MASKED) and exchanging:
             self.kept[index] = [[*result[2:], result[1]] for result in results]
             everyone = torch.cat([result[1] for result in results], 1)
             return [(result[0], everyone[:, :, self.positions(rank)]) for rank, result in enumerate(results)]
@@ -150,10 +151,10 @@ class Step:
         """Gradients of each of the heads that are copies of one, once their sums are known to be right."""
         apart = [self.cut(TensorRef(index, output), 2) for output in (1, 2)]
         for rank, (_, *found) in enumerate(results):
-            for one, expected in zip(found, (pieces[rank] for pieces in apart), strict=True):
+            for one, expected in zip(found[:2], (pieces[rank] for pieces in apart), strict=True):
                 sums = (tensor.unflatten(1, (-1, copies)).sum(2) for tensor in (one, expected))
                 torch.testing.assert_close(*sums, rtol=1e-10, atol=1e-12)
-        return [(result[0], *(pieces[rank] for pieces in apart)) for rank, result in enumerate(results)]
+        return [(result[0], *(pieces[rank] for pieces in apart), *result[3:]) for rank, result in enumerate(results)]
 
 
 def _stored(graph: OperatorGraph, index: int) -> tuple[Tensor, ...]:

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.graph.capture import capture_module
+from planner.graph.masked_attention import masked_attention_operator
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import load_network
@@ -125,6 +127,46 @@ def test_sizes_that_do_not_fit() -> None:
     assert exchange.obstacle(4, tensor=4) == (
         "context=4 × tensor=4 does not divide 8 heads, which all_to_all exchanges; use a divisor or ring"
     )
+
+
+class Sinking(nn.Module):
+    """Attends to a window; every two heads share one of keys and values, and every head has a sink if so asked."""
+
+    def __init__(self, *, sinks: bool) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.query, self.shared = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.sinks = nn.Parameter(torch.zeros(4)) if sinks else None
+
+    def forward(self, ids: Tensor, following: Tensor) -> Tensor:
+        hidden = self.words(ids)
+        shape = (*ids.shape, -1, 4)
+        query = self.query(hidden).reshape(shape).transpose(1, 2)
+        key, value = self.shared(hidden).reshape(shape).transpose(1, 2).chunk(2, 1)
+        wide = [t[:, :, None].expand(-1, -1, 2, -1, -1).reshape(query.shape) for t in (key, value)]
+        mixed, _ = masked_attention_operator()(query, *wide, True, 6, 0, 0.5, 0.0, self.sinks)
+        scores = self.head(mixed.transpose(1, 2).reshape(hidden.shape)).flatten(0, 1)
+        return F.cross_entropy(scores, following.flatten(), reduction="sum") / following.numel()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_over_part_of_the_keys_runs_by_all_to_all(sinks: bool) -> None:
+    """A step on two ranks equals that on one: each has the sinks of its heads, and their gradient adds up."""
+    made = capture_module(lambda: Sinking(sinks=sinks), tokens(LENGTH, VOCABULARY), name="sinking")
+    network = at_precision(at_batch(made, 2), "float64")
+    step = Step(network, "all_to_all", 2, causal=True)
+    apart = 0
+    for index, rule in enumerate(step.rules):
+        node = network.nodes[index]
+        assert bool(rule.messages) == (node.op in (MASKED, MASKED_BACKWARD))
+        for output, placement in enumerate(rule.outputs):
+            if node.outputs[output].shape != (0,):
+                assert step.difference(TensorRef(index, output), placement) < TOLERANCE, (node.name, rule)
+                apart += node.op == MASKED_BACKWARD and placement == PARTIAL
+    assert apart == sinks
+    assert context_axis(network, "all_to_all").obstacle(4) is not None  # two heads of keys and values
+    with pytest.raises(UnsupportedError, match="masked_attention.*cannot work on part of the sequence"):
+        context_axis(network, "ring")
 
 
 class Pooled(nn.Module):
