@@ -96,7 +96,9 @@ def _parallel(work: Work, tasks: Iterable[tuple[Any, ...]], jobs: int) -> Number
     with stopped_children_killed():
         rows = parallel(delayed(_attached)(os.getpid(), work, *task) for task in tasks)
         with _ended(rows):
-            yield from rows
+            # `yield from` would close joblib's generator before it is told to do so in silence.
+            for row in rows:  # noqa: UP028
+                yield row
 
 
 def _attached(parent: int, work: Work, *task: Any) -> tuple[int, WhatIfRow]:

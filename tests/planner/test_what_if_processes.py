@@ -56,6 +56,12 @@ def hit_once(by: signal.Signals, mark: Path, number: int, request: PlanRequest, 
     return answer(number, request, text)
 
 
+def sleep_after_the_first(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
+    if number:
+        time.sleep(600)
+    return answer(number, request, text)
+
+
 def refuse(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
     raise UnsupportedError("pp is not supported yet")
 
@@ -88,6 +94,13 @@ def test_a_process_that_dies_or_is_stopped_once_stops_nothing(
     rows = dict(in_processes(graph, requests(), 2, notes.append, partial(hit_once, by, tmp_path / "hit")))
     assert sorted(rows) == [0, 1, 2, 3]
     assert len(notes) == 1
+
+
+def test_a_sweep_that_is_left_early_says_nothing(graph: OperatorGraph, recwarn: pytest.WarningsRecorder) -> None:
+    rows = in_processes(graph, requests(), 2, pytest.fail, sleep_after_the_first)
+    assert next(rows)[0] == 0
+    rows.close()
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_errors_of_processes_arrive_as_they_were(graph: OperatorGraph) -> None:
