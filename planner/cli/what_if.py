@@ -164,6 +164,7 @@ def _rows(terminal: Terminal, options: WhatIfOptions, given: WhatIfArguments) ->
     from planner.what_if import prepare, run
     from planner.what_if.journal import discard, journal_of, read
     from planner.what_if.processes import usable_cores
+    from simulator.calibration.process import kill_stopped_children_until_exit
 
     journal = None if given.out is None else journal_of(given.out)
     sweep = prepare(options, journal=journal, fresh=given.fresh)
@@ -173,6 +174,8 @@ def _rows(terminal: Terminal, options: WhatIfOptions, given: WhatIfArguments) ->
     try:
         with terminal.counting("planning", len(sweep.requests)) as advance:
             jobs = given.jobs or usable_cores()
+            if jobs > 1 and given.cluster is None:
+                kill_stopped_children_until_exit()
             return run(sweep, jobs=jobs, cluster=given.cluster, advance=advance, note=notes.append)
     except KeyboardInterrupt:
         if journal is not None:

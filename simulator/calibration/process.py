@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -128,6 +129,13 @@ def stopped_children_killed() -> Iterator[None]:
         over.set()
         watching.join()
         _kill(_stopped_children() - before)
+
+
+def kill_stopped_children_until_exit() -> None:
+    """Do so until this process ends, for it may wait for its children once more then."""
+    watching = ExitStack()
+    watching.enter_context(stopped_children_killed())
+    atexit.register(watching.close)
 
 
 def _stopped_children() -> set[int]:

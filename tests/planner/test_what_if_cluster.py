@@ -8,7 +8,10 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +48,13 @@ def answer(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow
 def die_at_16(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
     if request.devices == 16:
         os.kill(os.getpid(), signal.SIGKILL)
+    return answer(number, request, text)
+
+
+def hit_once(by: signal.Signals, mark: Path, number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
+    with suppress(FileExistsError):
+        mark.touch(exist_ok=False)
+        os.kill(os.getpid(), by)
     return answer(number, request, text)
 
 
@@ -153,6 +163,23 @@ def other_code() -> str:
 def test_a_point_at_which_workers_die_is_named(dask: str, graph: OperatorGraph) -> None:
     with pytest.raises(MeshwrightError, match="gpt2-tiny on 16 devices of dgx-a100: the cluster gave this point up"):
         list(on_cluster(graph, requests(), dask, work=die_at_16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+def test_points_of_a_worker_that_is_lost_are_planned_on_another(
+    by: signal.Signals, graph: OperatorGraph, tmp_path: Path
+) -> None:
+    distributed = pytest.importorskip("distributed", reason="needs Dask: pip install 'meshwright[dask]'")
+    import dask
+
+    # Dask gives a worker up that has been silent for so long: 5 minutes by default.
+    with (
+        dask.config.set({"distributed.scheduler.worker-ttl": "3 s"}),
+        local_cluster(distributed, workers=2) as here,  # type: ignore[attr-defined]
+    ):
+        rows = on_cluster(graph, requests(), address_of(here), work=partial(hit_once, by, tmp_path / "hit"))
+        assert sorted(number for number, _ in rows) == [0, 1, 2]
 
 
 @pytest.mark.slow

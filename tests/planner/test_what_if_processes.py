@@ -96,6 +96,24 @@ def test_a_process_that_dies_or_is_stopped_once_stops_nothing(
     assert len(notes) == 1
 
 
+STOPPED_AT_EXIT = """
+import multiprocessing, os, signal
+from joblib import Parallel, delayed
+from simulator.calibration import process
+
+process.LOOK_S, process.STOPPED_S = 0.1, 0.3
+process.kill_stopped_children_until_exit()
+Parallel(n_jobs=2)(delayed(abs)(number) for number in range(4))
+for child in multiprocessing.active_children():
+    os.kill(child.pid, signal.SIGSTOP)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+def test_idle_processes_that_are_stopped_do_not_keep_the_command_from_ending() -> None:
+    subprocess.run([sys.executable, "-c", STOPPED_AT_EXIT], check=True, timeout=60)
+
+
 def test_a_sweep_that_is_left_early_says_nothing(graph: OperatorGraph, recwarn: pytest.WarningsRecorder) -> None:
     rows = in_processes(graph, requests(), 2, pytest.fail, sleep_after_the_first)
     assert next(rows)[0] == 0

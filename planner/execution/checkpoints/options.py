@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from planner.execution.checkpoints.checkpoint import find_undamaged
 from planner.execution.checkpoints.record import (
@@ -176,9 +177,24 @@ def last_checkpoint(orders: Checkpoints, steps: int) -> str | None:
 
 
 def prepare_folder(orders: Checkpoints) -> None:
-    """Clear away what a crash has left where a run is about to save; one process does this for the whole job."""
-    if orders.save is not None:
-        remove_unfinished(orders.save)
+    """Make the folder of checkpoints and clear away what a crash left in it; one process does this for the whole job.
+
+    Raises
+    ------
+    InputError
+        No file can be made there.
+    """
+    if orders.save is None:
+        return
+    try:
+        orders.save.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=orders.save):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"--save {orders.save}: it cannot be written to: {error.strerror or error}; name a folder you may write to"
+        ) from None
+    remove_unfinished(orders.save)
 
 
 def check_verifiable(begin: Begin, plan: Plan, verify: bool) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from planner.execution.checkpoints import checkpoint
 from planner.execution.checkpoints.checkpoint import Piece, load_checkpoint, place_of, save_checkpoint, state_pieces
-from planner.execution.checkpoints.options import Begin, checkpoints, find_beginning
+from planner.execution.checkpoints.options import Begin, checkpoints, find_beginning, prepare_folder
 from planner.execution.checkpoints.record import (
     RECORD,
     CheckpointRecord,
@@ -288,6 +288,16 @@ def test_where_to_save(tmp_path):
     orders = checkpoints(tmp_path, 4, resumed, RECORD_OF_TEN)
     assert [done for done in range(11, 20) if orders.is_due(done, 19)] == [12, 16, 19]
     assert not any(checkpoints(None, None, fresh, RECORD_OF_TEN).is_due(done, 5) for done in range(6))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    fresh = Begin(seed=0, data=None, learning_rate=None)
+    for place in (tmp_path / "file" / "below", "/proc"):
+        with pytest.raises(InputError, match=f"--save {place}: it cannot be written to: .*; name a folder"):
+            prepare_folder(checkpoints(place, None, fresh, RECORD_OF_TEN))
+    prepare_folder(checkpoints(tmp_path / "new" / "below", None, fresh, RECORD_OF_TEN))
+    assert list((tmp_path / "new" / "below").iterdir()) == []
 
 
 # Real runs
