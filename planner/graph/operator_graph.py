@@ -73,6 +73,10 @@ class TensorSpec:
         return self._bytes
 
 
+RECURRENCE = "meshwright.linear_recurrence.default"
+"""A linear recurrence of a matrix state (`planner.graph.recurrence`)."""
+RECURRENCE_BACKWARD = "meshwright.linear_recurrence_backward.default"
+"""Gradients of query, key, value, decay and rate."""
 CTC = "meshwright.ctc_loss.default"
 """Losses ``(batch,)`` for log probabilities ``(batch, frames, classes)``, text ``(batch, length)`` and blank."""
 CTC_BACKWARD = "meshwright.ctc_loss_backward.default"

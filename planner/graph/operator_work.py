@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from planner.graph.masked_attention import visible_keys
+from planner.graph.recurrence import recurrence_flops
 from simulator.program import Kernel
 
 _CLASSES: dict[Kernel, tuple[str, ...]] = {
@@ -22,6 +23,7 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "masked_attention",
         "masked_attention_backward",
+        *("linear_recurrence", "linear_recurrence_backward"),
     ),
     Kernel.ACTIVATION: (
         *("relu", "threshold_backward", "leaky_relu", "leaky_relu_backward", "hardtanh", "hardtanh_backward"),
@@ -79,6 +81,8 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
 }
 _KERNELS = {name: kernel for kernel, names in _CLASSES.items() for name in names}
 _ATTENTION_BACKWARD_RATIO = 2.5
+_RECURRENCE_BACKWARD_RATIO = 3.0
+"""Two products for each, behind the forward pass once more: no states are kept."""
 
 
 def operator_name(op: str) -> str:
@@ -115,6 +119,10 @@ def count_flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], o
         return _masked_attention_flops(*args[:6])
     if name == "masked_attention_backward":
         return _ATTENTION_BACKWARD_RATIO * _masked_attention_flops(*args[1:4], *args[6:9])
+    if name == "linear_recurrence":
+        return recurrence_flops(args[1], args[2], *args[4:6])
+    if name == "linear_recurrence_backward":
+        return _RECURRENCE_BACKWARD_RATIO * recurrence_flops(args[2], args[3], *args[5:7])
     if name == "convolution_backward":
         return _convolution_backward_flops(*args)
     formula = flop_registry.get(op.overloadpacket)

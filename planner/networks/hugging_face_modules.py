@@ -25,6 +25,7 @@ from planner.graph.tracing import unmaterialised
 from planner.networks.adapted_modules import adapt
 from planner.networks.adapters import Adapters
 from planner.networks.hugging_face_deepseek import GroupedRouter, LatentAttention, check_deepseek
+from planner.networks.hugging_face_recurrences import fused_recurrences
 from planner.networks.inputs import InputSpec
 from planner.networks.losses import mean_alignment_loss, mean_cross_entropy
 from planner.networks.network import Family
@@ -68,7 +69,7 @@ class Trained(nn.Module):
         """Loss of inputs in the order of `names`."""
         given = dict(zip(self.names, inputs, strict=True))
         labels = given.pop("labels") if self.of_tokens or self.of_text else None
-        with features_first():
+        with features_first(), fused_recurrences(self.model):
             output = self.model(**given, **self.fixed)
         if labels is None:
             return output.loss  # type: ignore[no-any-return]

@@ -19,6 +19,8 @@ from planner.graph.operator_graph import (
     CTC,
     CTC_BACKWARD,
     DROPOUT,
+    RECURRENCE,
+    RECURRENCE_BACKWARD,
     Argument,
     BatchSize,
     Node,
@@ -26,6 +28,7 @@ from planner.graph.operator_graph import (
     TensorRef,
     TensorSpec,
 )
+from planner.graph.recurrence import recurrence_operator
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements, local_shape
 from planner.sharding.rule_notation import NARROW, Rule
 from simulator.errors import ExecutionError
@@ -178,6 +181,8 @@ def operator(op: str) -> torch._ops.OpOverload:
         masked_attention_operator()
     if op in (CTC, CTC_BACKWARD):
         alignment_loss_operator()
+    if op in (RECURRENCE, RECURRENCE_BACKWARD):
+        recurrence_operator()
     found: Any = torch.ops
     try:
         for part in op.split("."):

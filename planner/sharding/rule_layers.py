@@ -343,6 +343,17 @@ def masked_attention_backward(call: Call) -> Layout:
     return Layout(arguments=arguments, outputs=("bh..",) * 3 + (None if call.args[11] is None else "h",))
 
 
+def recurrence(call: Call) -> Layout:
+    """By batch and by head; equal chunks keep each head with the one of keys that it shares."""
+    return Layout(arguments=("bh..",) * 3 + ("bh.",) * 2 + ("",), outputs=("bh..",))
+
+
+def recurrence_backward(call: Call) -> Layout:
+    """As `recurrence`."""
+    of_rate = None if call.args[5] is None else "bh."
+    return Layout(arguments=("bh..",) * 4 + ("bh.",) * 2 + ("",), outputs=("bh..",) * 3 + ("bh.", of_rate))
+
+
 def _mask(call: Call) -> dict[str, str]:
     value = call.kwargs.get("attn_mask")
     return {"attn_mask": "bh.."[4 - value.rank :]} if isinstance(value, Operand) else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.graph import attention, norms
-from planner.graph.operator_graph import CTC, CTC_BACKWARD, DROPOUT
+from planner.graph.operator_graph import CTC, CTC_BACKWARD, DROPOUT, RECURRENCE, RECURRENCE_BACKWARD
 from planner.sharding import rule_families as families
 from planner.sharding import rule_layers as layers
 from planner.sharding.rule_families import Family
@@ -198,6 +198,8 @@ _LAYERS: dict[str, Family] = {
     attention.MASKED_BACKWARD: layers.masked_attention_backward,
     "aten._weight_norm_interface.default": layers.weight_norm,
     "aten._weight_norm_interface_backward.default": layers.weight_norm_backward,
+    RECURRENCE: layers.recurrence,
+    RECURRENCE_BACKWARD: layers.recurrence_backward,
     CTC: notation("b..,b.->b"),
     CTC_BACKWARD: notation("b,b..,b.->b.."),
     attention.SCORES: notation("bh..,bh..->bh.."),
