@@ -2,21 +2,19 @@
 
     python -m benchmarks.memory_errors MEASUREMENTS_DIR
 
-Prints quantiles of measured over predicted bytes of all rows that state memory, by the formulas of
-`planner.cost.memory`. Sources of five rows and more count alike, whatever the number of their rows.
+Prints quantiles of measured over predicted bytes of all rows that state memory, by their pinned plans.
+Sources of five rows and more count alike, whatever the number of their rows.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from planner.cost.software_file import shipped_software
-from planner.published.estimate.predict import predict_runs
+from planner.published.planned import predict_planned
 from planner.published.predictions import score
 from planner.published.reading import read_measurements
 
@@ -39,7 +37,7 @@ def main(folder: Path) -> None:
     """Print the number of rows, the quantiles of the ratios, and the median of how far they are from 1."""
     rows = [row for path in sorted(folder.glob("*.csv")) for row in read_measurements(path)]
     ratios: dict[str, list[float]] = defaultdict(list)
-    for row in score(rows, partial(predict_runs, software=shipped_software())):
+    for row in score(rows, predict_planned([row.run for row in rows if row.run is not None])):
         if row.measured_memory_bytes and row.predicted_memory_bytes:
             ratios[row.source].append(row.measured_memory_bytes / row.predicted_memory_bytes)
     used = sum(len(found) for found in ratios.values() if len(found) >= LEAST_ROWS)

@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.predicted_runs import PROFILES, Predictor
 from planner.cost.software_file import shipped_software
 from planner.cost.stacks import family_of, usual_launch_s
-from planner.published.estimate.columns import FloatArray
+from planner.published.fitting import FloatArray
 from planner.published.pinned import PinnedRun
 from planner.published.step_factors import (
     NAMES,

@@ -12,6 +12,7 @@ from planner.published.aims import (
     ADAPTERS,
     AIMS,
     ASCEND,
+    BY_LAYERS_ALONE,
     CONVOLUTIONAL,
     ELSEWHERE,
     EXPERTS,
@@ -34,7 +35,18 @@ from simulator.whole_file import write_whole
 
 LEFT_OUT, FITTED = "each source left out of the fit", "fitted on everything"
 SHORT = {LEFT_OUT: "left out", FITTED: "on everything"}
-GROUPS = (TRANSFORMERS, IN_PART, EXPERTS, LOW_PRECISION, ADAPTERS, ASCEND, CONVOLUTIONAL, FSDP, ELSEWHERE)
+GROUPS = (
+    TRANSFORMERS,
+    IN_PART,
+    EXPERTS,
+    LOW_PRECISION,
+    ADAPTERS,
+    ASCEND,
+    CONVOLUTIONAL,
+    BY_LAYERS_ALONE,
+    FSDP,
+    ELSEWHERE,
+)
 COUNTS = ("timed", "memory_rows", "oom_rows", "workloads")
 NAMES = r"'[^']*'|(?<=no hardware profile for ).*|^.{1,80}?(?= has .* not modelled)"  # what makes a reason a row's own
 LABELS = ("calibrated", "interpolated", "extrapolated")

@@ -194,7 +194,7 @@ class Hardware:
     profile, reliability excepted, not of its descriptions and sources. Models by shape are optional: without
     them the roofline of ``kernels`` counts. ``overlap_compute_speed`` and ``overlap_transfer_speed`` are the
     parts of their speed that kernels and messages keep while they run at the same time. ``training`` holds factors
-    that whole training steps put on kernels and messages: `planner.published.estimate.coefficients` says which.
+    that whole training steps put on kernels and messages: `simulator.corrections` says which.
     ``board_power_w`` is the power of a device under full load in W, None where a profile does not say;
     ``host_memory_bytes`` are those of a node's host, infinite where a profile does not say;
     ``host_memory_bandwidth`` is that of a node's processors in bytes/s, ``disk_bandwidth`` that of its disks; its

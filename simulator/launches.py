@@ -47,11 +47,11 @@ TENSOR_EXPOSED = "planned_tensor_exposed"
 parts beside the product in front of it or behind it; there where a plan asks for that."""
 LATE_LAUNCHES = 2.0
 """By how many launches a rank is late for each doubling of the processors whose ranks meet; those of one processor
-launch together. Chosen with published steps in view, as in `planner.published.estimate.step`."""
+launch together. Chosen with published steps in view."""
 PROCESSORS = 2.0
 """Processors of a node."""
 SHARPNESS = 3.5
-"""Of the soft maximum of kernels and their launches, as in `planner.published.estimate.step`."""
+"""Of the soft maximum of kernels and their launches."""
 NOT_LAUNCHED = frozenset({Kernel.VIEW, Kernel.COPY})
 """Kernels without a launch of their own: views cost nothing, and slices and masks go with what reads them."""
 

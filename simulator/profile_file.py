@@ -131,7 +131,6 @@ class TrainingPart(Part):
     inside: Sourced[Positive] | None = None
     outside: Sourced[Positive] | None = None
     launch: Sourced[Positive] | None = None
-    jitter: Sourced[NonNegative] | None = None
     planned_matmul: Sourced[Positive] | None = None
     planned_attention: Sourced[Positive] | None = None
     planned_convolution: Sourced[Positive] | None = None

@@ -26,11 +26,6 @@ def accuracy_report(result: AccuracyResult, predictions: str | None) -> Iterable
     if result.left_out is not None:
         yield Text("\nleaving one source out: each source predicted by a fit that never saw it", style="bold")
         yield from _accuracy_tables(result.left_out)
-    if result.planned is not None:
-        yield Text("\nthe same rows by their pinned plans", style="bold")
-        yield from _accuracy_tables(result.planned)
-        yield Text("\nboth, by group: formulas first, pinned plans behind", style="bold")
-        yield _side_by_side(result.fitted, result.planned)
     if predictions:
         yield Text(f"\nwritten {predictions}")
 
@@ -41,28 +36,6 @@ def _accuracy_tables(accuracy: Accuracy) -> Iterable[RenderableType]:
     yield _time_table(parts)
     yield Text("\nmemory, and choosing among a workload's plans", style="bold")
     yield _other_table(parts)
-
-
-def _side_by_side(fitted: Accuracy, planned: Accuracy) -> Table:
-    """Figures of both predictors by group, on the rows that each of them predicts."""
-    table = _table(
-        "\nrows", "with a prediction\nfitted", "\nplan", "mean error\nfitted", "\nplan", "bias\nfitted", "\nplan",
-        "inside\nfitted", "\nplan", "memory\nfitted", "\nplan",
-    )  # fmt: skip
-    for name in ("all", *planned.by_group):
-        pair = [a.overall if name == "all" else a.by_group.get(name) for a in (fitted, planned)]
-        if None not in pair:
-            rows = [figures for figures in pair if figures is not None]
-            table.add_row(
-                name,
-                str(rows[0].rows),
-                *(percent_text(figures.coverage) for figures in rows),
-                *(_share(figures.time_mean) for figures in rows),
-                *(_signed(figures.time_bias) for figures in rows),
-                *(_share(figures.inside_interval) for figures in rows),
-                *(_share(figures.memory_mean) for figures in rows),
-            )
-    return table
 
 
 def _time_table(parts: Mapping[str, Metrics]) -> Table:

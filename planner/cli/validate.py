@@ -6,8 +6,6 @@ import datetime as dt
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
-from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,19 +16,10 @@ from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.published.predictions import Predictor
     from planner.published.reading import MeasuredRow
     from planner.published.results import AccuracyResult, Metrics, ScoredRow
 
 _SHOWN_FAULTS = 20
-
-
-class PredictorPath(StrEnum):
-    """Which code predicts the rows."""
-
-    ESTIMATE = "estimate"
-    PLAN = "plan"
-    BOTH = "both"
 
 
 def validate(
@@ -49,14 +38,6 @@ def validate(
     commands: Annotated[
         Path | None,
         typer.Option("--commands", metavar="FILE", help="The command `meshwright plan …` of every row, one row each."),
-    ] = None,
-    path: Annotated[
-        PredictorPath | None,
-        typer.Option(
-            "--path",
-            help="What predicts: formulas fitted to the rows (estimate), the plan of each row, pinned whole (plan), or "
-            "both, side by side. Default: estimate, with --commands plan.",
-        ),
     ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -88,45 +69,17 @@ def validate(
     if report is not None:
         _check_folder(report)
         check_out("--report", report / "predictions.csv", measurements)
-    path = path or (PredictorPath.ESTIMATE if commands is None else PredictorPath.PLAN)
     if commands is not None:
-        if path is PredictorPath.ESTIMATE:
-            raise InputError(
-                "--commands gives the commands of pinned plans, and --path estimate predicts by formulas; "
-                "leave out --path, or use --path both"
-            )
         check_out("--commands", commands, measurements)
-    if leave_one_source_out and path is PredictorPath.PLAN:
-        raise InputError("--leave-one-source-out fits the formulas anew, and --path plan uses none; use --path both")
-    scored = _estimated(terminal, rows) if path is not PredictorPath.PLAN else []
-    planned = _planned(terminal, rows, commands) if path is not PredictorPath.ESTIMATE else []
+    scored = _planned(terminal, rows, commands)
     if out is not None:
-        write_whole(out, prediction_lines(scored or planned, planned if scored else ()))
+        write_whole(out, prediction_lines(scored))
     _report_faults(terminal, rows)
     left_out = accuracy_of(_left_out(terminal, rows)) if leave_one_source_out else None
-    result = AccuracyResult(
-        fitted=accuracy_of(scored or planned),
-        left_out=left_out,
-        planned=accuracy_of(planned) if scored and planned else None,
-    )
+    result = AccuracyResult(fitted=accuracy_of(scored), left_out=left_out)
     if report is not None:
         _write_report(terminal, report, result, measurements)
     _show(terminal, result, out, report)
-
-
-def _predictor() -> Predictor:
-    from planner.cost.software_file import shipped_software
-    from planner.published.estimate.predict import predict_runs
-
-    return partial(predict_runs, software=shipped_software())
-
-
-def _estimated(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
-    """Every row predicted by the fitted formulas."""
-    from planner.published.predictions import score
-
-    with terminal.counting("predicting", len(rows)) as advance:
-        return score(rows, _predictor(), _steps(advance))
 
 
 def _planned(terminal: Terminal, rows: list[MeasuredRow], commands: Path | None) -> list[ScoredRow]:
@@ -141,19 +94,21 @@ def _planned(terminal: Terminal, rows: list[MeasuredRow], commands: Path | None)
         outcomes = predict_planned(runs, _steps(advance))
     if commands is not None:
         write_whole(commands, command_lines(rows, outcomes, commands))
-    return score(rows, lambda _: outcomes, whole=True)
+    return score(rows, outcomes)
 
 
 def _left_out(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
-    """Every row predicted by the fit without its source."""
-    from planner.cost.software_file import shipped_software
-    from planner.published.calibrating import held_out_predictions
+    """Every row predicted by its pinned plan, with the coefficients that the other sources give."""
+    from planner.published.calibrating import left_out_files, planned_folds
+    from planner.published.planned import predict_planned
     from planner.published.predictions import score
 
-    sources = {row.source for row in rows if row.run is not None}
-    with terminal.counting("fitting without a source", len(sources)) as advance:
-        known = {id(run): prediction for run, prediction in held_out_predictions(rows, shipped_software(), advance)}
-    return score(rows, lambda runs: [known[id(run)] for run in runs])
+    known = [row for row in rows if row.run is not None]
+    with terminal.working("planning what the fits learn from"):
+        files = left_out_files(known, planned_folds(known))
+    runs = [row.run for row in known if row.run is not None]
+    with terminal.counting("planning without a source", len(runs)) as advance:
+        return score(rows, predict_planned(runs, _steps(advance), software=files))
 
 
 def _steps(advance: Callable[[], None]) -> Callable[[int], None]:
@@ -226,13 +181,12 @@ def accuracy_document(result: AccuracyResult, out: Path | None) -> dict[str, Any
         "by_group": {name: _metrics_document(figures) for name, figures in result.fitted.by_group.items()},
         "out": None if out is None else str(out),
     }
-    for name, accuracy in (("leave_one_source_out", result.left_out), ("plan", result.planned)):
-        if accuracy is not None:
-            document[name] = {
-                "all": _metrics_document(accuracy.overall),
-                "by_source": {name: _metrics_document(figures) for name, figures in accuracy.by_source.items()},
-                "by_group": {name: _metrics_document(figures) for name, figures in accuracy.by_group.items()},
-            }
+    if result.left_out is not None:
+        document["leave_one_source_out"] = {
+            "all": _metrics_document(result.left_out.overall),
+            "by_source": {name: _metrics_document(figures) for name, figures in result.left_out.by_source.items()},
+            "by_group": {name: _metrics_document(figures) for name, figures in result.left_out.by_group.items()},
+        }
     return document
 
 

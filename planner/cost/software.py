@@ -21,8 +21,15 @@ import numpy as np
 from pydantic import ValidationError
 
 from planner.cost.memory_traits import traits_of
-from planner.cost.software_file import MemoryHabits, Software, shipped_software, shipped_stacks
-from planner.cost.stacks import USUAL_STACKS, Stack, factors_of, family_of
+from planner.cost.software_file import (
+    MemoryHabits,
+    Software,
+    SoftwareFile,
+    shipped_software,
+    shipped_stacks,
+    software_in_use,
+)
+from planner.cost.stacks import USUAL_STACKS, Stack, factors_of, family_of, stack_key
 from planner.graph.attention import FUSED, WRITTEN_OUT, check_attention
 from planner.graph.norms import FUSED as FUSED_NORMS
 from planner.graph.norms import check_norms
@@ -143,7 +150,7 @@ def uncertainty_of(hardware: Hardware, software: str, *, language: bool, experts
     known = software_named(software)
     name = f"{known.stack}{'_deterministic' * known.deterministic}"
     kind, family = "transformer" if language else "layered", family_of(hardware.device_name)
-    interval, label = shipped_software().interval(kind, family, name)
+    interval, label = software_in_use().interval(kind, family, name)
     low, high = max(0.0, 1 - interval.low), max(0.0, interval.high - 1)
     if own.label == "extrapolated":
         return replace(own, low=max(low, own.low), high=max(high, own.high))
@@ -200,7 +207,7 @@ def _exposed(software: str, coefficient: str) -> float:
 
     Those of experts leave what those of context ranks do, as in predictions of published runs.
     """
-    stacks = shipped_software().coefficients.stacks
+    stacks = software_in_use().coefficients.stacks
     named = [str(software_named(software).stack)] if software else USUAL_STACKS
     return float(np.median([stacks[name][coefficient] for name in named]))
 
@@ -243,7 +250,7 @@ def exchange_of(software: str, exchange: Exchange) -> Exchange:
 
 def attention_factor(hardware: Hardware) -> float:
     """Factor on the kernel of attention that a device is told to use: the device's times the kernel's own."""
-    own = shipped_software().coefficients.attention.get(hardware.attention, 1.0)
+    own = software_in_use().coefficients.attention.get(hardware.attention, 1.0)
     return hardware.training.get("attention", 1.0) * own
 
 
@@ -266,10 +273,9 @@ def _copies_around_convolutions(stack: Stack) -> float:
     """
     if stack is not Stack.EAGER:
         return 0.0
-    return shipped_software().layered.stacks.get(str(stack), {}).get("casts", 0.0)
+    return software_in_use().layered.stacks.get(str(stack), {}).get("casts", 0.0)
 
 
-@lru_cache(maxsize=64)
 def as_run_by(hardware: Hardware, software: str) -> Hardware:
     """A cluster as the named software runs on it; as it is where none is named.
 
@@ -280,17 +286,18 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
     InputError
         The software is not known.
     """
-    if not check_software(software):
-        return hardware
-    known = software_named(software)
-    coefficients, stack = shipped_software().coefficients, known.stack
-    kind = "_deterministic" if known.deterministic else ""
-    stacks, beside = coefficients.stacks, coefficients.plans.get(f"{stack}{kind}", {})
-    on_ascend = family_of(hardware.device_name).startswith("ascend")
-    own = stacks.get(f"{stack}_gpu" if stack is Stack.MINDSPORE and not on_ascend else f"{stack}{kind}", {})
-    training = dict(hardware.training)
+    return _as_run_by(hardware, software, software_in_use()) if check_software(software) else hardware
+
+
+@lru_cache(maxsize=64)
+def _as_run_by(hardware: Hardware, software: str, file: SoftwareFile) -> Hardware:
+    known, coefficients = software_named(software), file.coefficients
+    stack, family = known.stack, family_of(hardware.device_name)
+    on_ascend = family.startswith("ascend")
+    own = coefficients.stacks.get(stack_key(stack, deterministic=known.deterministic, family=family), {})
+    training = {**hardware.training, **coefficients.devices.get(family, {})}
     for name, factor in factors_of(own).items():
-        training[f"planned_{name}"] = training.get(name, 1.0) * factor * beside.get(name, 1.0)
+        training[f"planned_{name}"] = training.get(name, 1.0) * factor
     for name in ("inside", "outside"):
         training[f"planned_{name}"] = training.get(name, 1.0)
     if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
@@ -308,4 +315,7 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
         # The factor on convolutions is of runs that have no copies.
         training[COPIES] = copies / training.get("planned_convolution", training.get("convolution", 1.0))
     overlaps = hardware.overlaps_communication and known.overlaps
-    return replace(hardware, training=training, overlaps_communication=overlaps, hash=f"{hardware.hash} {software}")
+    named = f"{hardware.hash} {software}"
+    if file is not shipped_software():
+        named = f"{named} {sorted(training.items())}"
+    return replace(hardware, training=training, overlaps_communication=overlaps, hash=named)

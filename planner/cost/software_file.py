@@ -6,7 +6,9 @@ One YAML, shipped as ``hw_profiles/software/training.yaml``; every coefficient s
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib import resources
@@ -28,9 +30,8 @@ SOFTWARE_FOLDER = "software"
 SHIPPED = "training.yaml"
 STACKS = "stacks.yaml"
 STACK_COEFFICIENTS = (
-    "matmul", "misaligned", "memory", "memory_half", "experts", "recompute", "optimizer", "launch_s",
-    "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed", "pipeline_exposed", "gradient_exposed",
-    "shard_exposed", "shard_apart", "context_exposed",
+    "matmul", "memory", "optimizer", "launch_s", "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed",
+    "pipeline_exposed", "shard_apart", "context_exposed",
 )  # fmt: skip
 """Of a software stack: factors, seconds, and shares of messages that stay visible."""
 SOFTWARE = FileKind(name="software file", remedy=REMEDY, error=ProfileError)
@@ -51,7 +52,6 @@ _STACKS = [f"{stack}{kind}" for stack in Stack for kind in ("", "_deterministic"
 _LAYERED = [field.name for field in fields(LayeredParameters) if field.name != "host_s"]
 StackName = Annotated[str, _one_of(_STACKS)]
 Coefficient = Annotated[str, _one_of(STACK_COEFFICIENTS)]
-PlannedFactor = Annotated[str, _one_of(["matmul", "memory"])]
 AttentionName = Annotated[str, _one_of([str(kernel) for kernel in AttentionKernel])]
 LayeredDevice = Annotated[str, _one_of(["balance", "planes", "reach", "untuned", "launch", *_LAYERED])]
 LayeredStack = Annotated[str, Field(pattern=rf"^({'|'.join(_LAYERED)}|host_[a-z_]+_s)$")]
@@ -227,7 +227,6 @@ class SoftwarePart(Part):
     version: Literal[1]
     stacks: dict[StackName, dict[Coefficient, Sourced[NonNegative]]]
     attention: dict[AttentionName, Sourced[NonNegative]]
-    plans: dict[StackName, dict[PlannedFactor, Sourced[Positive]]] = Field(default_factory=dict)
     layered: LayeredPart
     intervals: Annotated[list[IntervalPart], AfterValidator(_one_for_every_network)]
     intervals_source: Source
@@ -237,14 +236,11 @@ class SoftwarePart(Part):
 class SoftwareCoefficients:
     """Coefficients by stack, and factors by attention kernel; a missing one is neutral.
 
-    ``plans`` are factors by stack on kernels of plans, beside the stack's own: plans count kernels one by one, and the
-    formulas to which the others were fitted count them by layer.
-    ``devices``, by family, stands in for what profiles say, while a fit is being judged.
+    ``devices``, by family, stand in for the ``training`` of profiles while a fit is being judged.
     """
 
     stacks: Mapping[str, Mapping[str, float]]
     attention: Mapping[str, float]
-    plans: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -257,11 +253,12 @@ class Interval:
     rows: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SoftwareFile:
     """The file's content; intervals by kind of network, device family and stack (``*`` for any).
 
-    ``sources`` say where the coefficients of each stack come from.
+    ``sources`` say where the coefficients of each stack come from. Two files are never equal, so that results may be
+    kept by the file they came from.
     """
 
     coefficients: SoftwareCoefficients
@@ -294,7 +291,6 @@ def parse_software(text: str, name: str) -> SoftwareFile:
         coefficients=SoftwareCoefficients(
             stacks={stack: _values(entries) for stack, entries in part.stacks.items()},
             attention=_values(part.attention),
-            plans={stack: _values(factors) for stack, factors in part.plans.items()},
         ),
         layered=LayeredCoefficients(devices=part.layered.devices, stacks=part.layered.stacks),
         intervals={
@@ -341,10 +337,25 @@ def shipped_software() -> SoftwareFile:
     return parse_software(_shipped(SHIPPED), f"hw_profiles/{SOFTWARE_FOLDER}/{SHIPPED}")
 
 
-def shipped_plans() -> Mapping[str, Any]:
-    """The section ``plans`` of the software file that comes with the package, with its sources."""
-    section: Mapping[str, Any] = SOFTWARE.yaml(_shipped(SHIPPED), SHIPPED).get("plans", {})
-    return section
+_TRIAL: ContextVar[SoftwareFile | None] = ContextVar("software file on trial", default=None)
+
+
+@contextmanager
+def software_on_trial(software: SoftwareFile | None) -> Iterator[None]:
+    """Predict with other coefficients than the shipped ones inside a ``with`` block; with None, with the shipped ones.
+
+    A fit judges its coefficients so. The block holds for one thread and no other process.
+    """
+    before = _TRIAL.set(software)
+    try:
+        yield
+    finally:
+        _TRIAL.reset(before)
+
+
+def software_in_use() -> SoftwareFile:
+    """The file whose coefficients predictions take: the one on trial, else the shipped one."""
+    return _TRIAL.get() or shipped_software()
 
 
 def write_software(content: Mapping[str, Any], path: Path) -> SoftwareFile:

@@ -78,6 +78,19 @@ def family_of(device_name: str) -> str:
     return next((family for pattern, family in _FAMILIES if re.search(pattern, device_name)), "other")
 
 
+def stack_key(stack: Stack, *, deterministic: bool, family: str) -> str:
+    """Name under which a stack's coefficients stand.
+
+    Deterministic kernels have their own, and so has MindSpore away from the devices it is made for.
+
+    >>> stack_key(Stack.MEGATRON, deterministic=True, family="ampere")
+    'megatron_deterministic'
+    """
+    if stack is Stack.MINDSPORE and not family.startswith("ascend"):
+        return f"{stack}_gpu"
+    return f"{stack}_deterministic" if deterministic else str(stack)
+
+
 USUAL_STACKS = ("eager", "compiled", "megatron", "deepspeed", "transformer_engine")
 """Stacks whose median stands for software that a plan does not name."""
 Stacks = Mapping[str, Mapping[str, float]]
@@ -91,10 +104,10 @@ def usual_factors(stacks: Stacks) -> dict[str, float]:
 
 
 def factors_of(stack: Mapping[str, float]) -> dict[str, float]:
-    """Factors on kernels of planned steps by a stack's coefficients; kernels bound by memory are below 32 bits."""
+    """Factors on kernels of planned steps by a stack's coefficients."""
     return {
         "matmul": stack.get("matmul", 1.0),
-        "memory": stack.get("memory", 1.0) * stack.get("memory_half", 1.0),
+        "memory": stack.get("memory", 1.0),
         "optimizer": stack.get("optimizer", 1.0),
     }
 

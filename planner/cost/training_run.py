@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from planner.cost.stacks import AttentionKernel, Stack
+from planner.cost.stacks import AttentionKernel, Stack, family_of, stack_key
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.program import Kernel
@@ -322,6 +322,22 @@ class TrainingRun:
     setup: TrainingSetup
     hardware: Hardware
     assumed: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """Family of its devices."""
+        return family_of(self.hardware.device_name)
+
+    @property
+    def stack_key(self) -> str:
+        """Name under which the coefficients of its stack stand."""
+        return stack_key(self.setup.stack, deterministic=self.setup.deterministic, family=self.family)
+
+    @property
+    def interval_key(self) -> tuple[str, str, str]:
+        """What intervals of runs are told apart by: kind of network, family of the device, stack."""
+        kind = "transformer" if isinstance(self.network, TransformerShape) else "layered"
+        return kind, self.family, self.stack_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

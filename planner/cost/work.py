@@ -62,7 +62,7 @@ LOGIT_BYTES: Mapping[str, float] = {
 
 Losses are computed in float32: logits are cast, and read for their maximum, their exponents and the sum of these; the
 gradient is made where the exponents are and cast back (``megatron/core/tensor_parallel/cross_entropy.py``; PyTorch's
-``cross_entropy`` of ``logits.float()``), as `planner.published.estimate.transformer_work` counts it.
+``cross_entropy`` of ``logits.float()``).
 """
 
 SHAPE_ONLY: Mapping[str, int] = {"nll_loss_backward": 1}

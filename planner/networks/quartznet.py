@@ -90,7 +90,7 @@ Factory = Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
 
 
 def __getattr__(name: str) -> Factory:
-    """Factories by the frames of a padded batch, ``frames_1755`` (`planner.published.estimate.layered.sequence`)."""
+    """Factories by the frames of a padded batch, ``frames_1755`` (`planner.published.layered.sequence`)."""
     frames = name.removeprefix(OF_FRAMES)
     if frames == name or not frames.isdecimal():
         raise AttributeError(name)

@@ -7,32 +7,27 @@ residuals of both: the one says how well runs like the fitted ones are predicted
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from planner.cost.layered_parameters import LayeredCoefficients
-from planner.cost.software_file import ANY, Interval, SoftwareFile
-from planner.cost.stacks import family_of
-from planner.cost.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
-from planner.published.estimate.coefficients import interval_key, stack_key
-from planner.published.estimate.columns import FloatArray
-from planner.published.estimate.predict import predict_runs
-from planner.published.estimate.work import work_of
-from planner.published.fitting import Fit, StepFit
+from planner.cost.software_file import ANY, Interval, SoftwareCoefficients, SoftwareFile, shipped_software
+from planner.cost.training_run import LayeredNetwork, TrainingRun, TransformerShape
+from planner.published.fitting import Fit, FloatArray, Responses, StepFit, responses
 from planner.published.fitting_layered import LayeredFit, fit_layered
-from planner.published.predictions import predict_each
+from planner.published.layered.prediction import parameters_of, predict_layered
 from planner.published.reading import MeasuredRow
 from simulator.errors import InputError
 
 INSIDE = 0.9
+MOST_ROWS = 20
+"""Rows of a source that are planned for a fit."""
 _ROWS_FOR_INTERVAL = 12
 _QUANTILES = ((1 - INSIDE) / 2, (1 + INSIDE) / 2)
 _WIDEST_ERROR = math.log(8)  # beyond, a row describes something else than it says
 _TRIMMED = 0.4  # rows whose time is missed by more than half are listed, not learned from
-Advance = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,28 +50,34 @@ def usable(row: MeasuredRow) -> bool:
 
 
 class Folds:
-    """Fits on all rows and on those of all sources but one."""
+    """Fits on all rows and on those of all sources but one.
 
-    def __init__(self, rows: Sequence[MeasuredRow]) -> None:
-        self.rows = tuple(row for row in rows if usable(row))
-        self._transformers = [row for row in self.rows if isinstance(_run(row).network, TransformerShape)]
-        self._layered = [row for row in self.rows if isinstance(_run(row).network, LayeredNetwork)]
-        runs = [_run(row) for row in self._transformers]
-        measured = np.array([row.measured_time_s for row in self._transformers])
-        self._steps = StepFit(work_of(runs), runs, measured, [row.source for row in self._transformers])
-        self._sane = np.abs(self._steps.predicted_logarithms(self._steps.centres) - np.log(measured)) < _WIDEST_ERROR
-        first = self._steps.fit(rows=self._sane)
-        # The closed form is fitted; what the simulated schedules add to it changes little from fit to fit.
-        self._steps.offset = self._simulated(runs, first) - self._steps.predicted_logarithms(first.theta)
-        second = self._steps.fit(rows=self._sane, start=first.theta)
-        self._sane &= (np.abs(second.residuals) < _TRIMMED) | (self._steps.trust < 1)
-        self._all = self._steps.fit(rows=self._sane, start=second.theta)
+    Parameters
+    ----------
+    transformers, planned
+        Rows of transformers, and how their plans respond to each kind of work, in the same order.
+    layered
+        Rows of networks described layer by layer.
+    """
+
+    def __init__(
+        self, transformers: Sequence[MeasuredRow], planned: Responses, layered: Sequence[MeasuredRow] = ()
+    ) -> None:
+        known = np.isfinite(planned.time_s) & np.isfinite(planned.response_s).all(axis=1)
+        self._transformers = [row for row, counts in zip(transformers, known, strict=True) if counts]
+        self._layered = list(layered)
+        self.rows = (*self._transformers, *self._layered)
+        self._before = planned.software
+        self._steps: StepFit | None = None
+        self._all: Fit | None = None
+        if self._transformers:
+            measured = np.array([row.measured_time_s for row in self._transformers])
+            steps = StepFit(planned.of(known), measured, [row.source for row in self._transformers])
+            self._sane = np.abs(np.log(steps.planned.time_s / measured)) < _WIDEST_ERROR
+            first = steps.fit(rows=self._sane)
+            self._sane &= (np.abs(first.residuals) < _TRIMMED) | (steps.trust < 1)
+            self._steps, self._all = steps, steps.fit(rows=self._sane, start=first.theta)
         self._all_layered = fit_layered(self._layered) if self._layered else None
-
-    @staticmethod
-    def _simulated(runs: Sequence[TrainingRun], fit: Fit) -> FloatArray:
-        software = SoftwareFile(coefficients=fit.software, layered=LayeredCoefficients(), intervals=_EVERYWHERE)
-        return np.log([prediction.step_time_s for prediction in predict_runs(runs, software)])
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -89,56 +90,83 @@ class Folds:
 
     def without(self, source: str) -> SoftwareFile:
         """Coefficients fitted on the rows of all other sources."""
-        steps, layered = self._all, _coefficients(self._all_layered)
-        if any(row.source == source for row in self._transformers):
-            others = self._sane & np.array([row.source != source for row in self._transformers])
-            steps = self._steps.fit(rows=others, start=self._all.theta)
-        if any(row.source == source for row in self._layered):
-            others_layered = [row for row in self._layered if row.source != source]
-            layered = fit_layered(others_layered, near=self._all_layered).coefficients
-        return self._software(steps, layered)
+        return self._software(self._steps_without(source), self._layered_without(source))
 
-    @staticmethod
-    def _software(steps: Fit, layered: LayeredCoefficients) -> SoftwareFile:
-        return SoftwareFile(coefficients=steps.software, layered=layered, intervals={})
+    def residuals(self) -> FloatArray:
+        """Logarithms of predicted over measured of `rows`, by the fit on all."""
+        layered = _layered_logarithms(self._layered, _coefficients(self._all_layered))
+        return np.concatenate([np.empty(0) if self._all is None else self._all.residuals, layered])
+
+    def held_out(self) -> FloatArray:
+        """The same by the fit without the row's source."""
+        found = np.full(len(self.rows), np.nan)
+        for source in self.sources:
+            own = np.array([row.source == source for row in self.rows])
+            steps = self._steps_without(source)
+            layered = [row for row in self._layered if row.source == source]
+            found[own] = np.concatenate(
+                [
+                    np.empty(0) if steps is None else steps.residuals[own[: len(self._transformers)]],
+                    _layered_logarithms(layered, self._layered_without(source)),
+                ]
+            )
+        return found
+
+    def _steps_without(self, source: str) -> Fit | None:
+        if self._steps is None or self._all is None or source not in self._steps.sources:
+            return self._all
+        return self._steps.fit(rows=self._sane & (self._steps.sources != source), start=self._all.theta)
+
+    def _layered_without(self, source: str) -> LayeredCoefficients:
+        others = [row for row in self._layered if row.source != source]
+        if len(others) == len(self._layered):
+            return _coefficients(self._all_layered)
+        return fit_layered(others, near=self._all_layered).coefficients
+
+    def _software(self, steps: Fit | None, layered: LayeredCoefficients) -> SoftwareFile:
+        known = self._before.coefficients
+        if steps is not None:
+            # What no row speaks for stays as it is.
+            known = SoftwareCoefficients(
+                devices={**known.devices, **steps.software.devices},
+                stacks={**known.stacks, **steps.software.stacks},
+                attention={**known.attention, **steps.software.attention},
+            )
+        return replace(self._before, coefficients=known, layered=layered if self._layered else self._before.layered)
 
 
-def calibrate_steps(rows: Sequence[MeasuredRow], advance: Advance | None = None) -> Calibration:
-    """Fit everything on `rows`; `advance` is called after each fold."""
-    folds = Folds(rows)
+def planned_folds(rows: Sequence[MeasuredRow], *, most: int = MOST_ROWS) -> Folds:
+    """Plan at most so many of the transformers of each source, evenly chosen, a dozen times each, and fit them."""
+    taught = [row for row in rows if usable(row)]
+    by_source: dict[str, list[MeasuredRow]] = {}
+    for row in taught:
+        if isinstance(_run(row).network, TransformerShape):
+            by_source.setdefault(row.source, []).append(row)
+    chosen = [row for own in by_source.values() for row in own[:: max(1, -(-len(own) // most))]]
+    planned = responses([_run(row) for row in chosen], shipped_software())
+    return Folds(chosen, planned, [row for row in taught if isinstance(_run(row).network, LayeredNetwork)])
+
+
+def calibrate_steps(folds: Folds) -> Calibration:
+    """Coefficients and intervals of all rows.
+
+    Raises
+    ------
+    InputError
+        No row states both a configuration and a time.
+    """
     if not folds.rows:
         raise InputError("no row states both a configuration and a time; give measurements of whole training steps")
-    software = folds.everything()
-    target = np.log([row.measured_time_s for row in folds.rows])
-    residuals = _logarithms(folds.rows, software) - target
-    held_out = np.full(len(folds.rows), np.nan)
-    for source in folds.sources:
-        members = [index for index, row in enumerate(folds.rows) if row.source == source]
-        chosen = [folds.rows[index] for index in members]
-        held_out[members] = _logarithms(chosen, folds.without(source)) - target[members]
-        if advance is not None:
-            advance()
-    software = replace(software, intervals=_EVERYWHERE | intervals(folds.rows, residuals, held_out))
+    residuals, held_out = folds.residuals(), folds.held_out()
+    software = replace(folds.everything(), intervals=_EVERYWHERE | intervals(folds.rows, residuals, held_out))
     return Calibration(software=software, rows=folds.rows, residuals=residuals, held_out=held_out)
 
 
-def held_out_predictions(
-    rows: Sequence[MeasuredRow], shipped: SoftwareFile, advance: Advance | None = None
-) -> Iterator[tuple[TrainingRun, RunPrediction]]:
-    """Every run of `rows`, source by source, with its prediction by the fit without that source.
-
-    Runs that cannot be predicted are left out. The intervals are those of the shipped software.
-    """
-    folds = Folds(rows)
-    for source in sorted({row.source for row in rows if row.run is not None}):
-        software = folds.without(source) if source in folds.sources else folds.everything()
-        software = replace(software, intervals=shipped.intervals)
-        runs = [row.run for row in rows if row.source == source and row.run is not None]
-        for run, outcome in zip(runs, predict_each(runs, partial(predict_runs, software=software)), strict=True):
-            if isinstance(outcome, RunPrediction):
-                yield run, outcome
-        if advance is not None:
-            advance()
+def left_out_files(rows: Sequence[MeasuredRow], folds: Folds) -> list[SoftwareFile]:
+    """For each row the coefficients that the rows of all other sources give, with the intervals as they were."""
+    everything = folds.everything()
+    found = {source: folds.without(source) for source in folds.sources}
+    return [found.get(row.source, everything) for row in rows]
 
 
 def intervals(
@@ -148,7 +176,7 @@ def intervals(
     groups: dict[tuple[str, str, str], list[int]] = {}
     for index, row in enumerate(rows):
         run = _run(row)
-        kind, family, stack = interval_key(run)
+        kind, family, stack = run.interval_key
         for key in ((kind, family, stack), (kind, family, ANY), (kind, ANY, stack), (kind, ANY, ANY)):
             groups.setdefault(key, []).append(index)
     found = {}
@@ -163,12 +191,12 @@ def intervals(
 
 def rows_by_device(calibration: Calibration) -> Mapping[str, FloatArray]:
     """Residuals of the rows of each device family."""
-    return _grouped(calibration, lambda run: family_of(run.hardware.device_name))
+    return _grouped(calibration, lambda run: run.family)
 
 
 def rows_by_stack(calibration: Calibration) -> Mapping[str, FloatArray]:
     """Residuals of the rows of each stack."""
-    return _grouped(calibration, stack_key)
+    return _grouped(calibration, lambda run: run.stack_key)
 
 
 def _grouped(calibration: Calibration, name: Callable[[TrainingRun], str]) -> Mapping[str, FloatArray]:
@@ -178,9 +206,11 @@ def _grouped(calibration: Calibration, name: Callable[[TrainingRun], str]) -> Ma
     return {key: np.array(values) for key, values in groups.items()}
 
 
-def _logarithms(rows: Sequence[MeasuredRow], software: SoftwareFile) -> FloatArray:
-    wide = replace(software, intervals=software.intervals or _EVERYWHERE)
-    return np.log([p.step_time_s for p in predict_runs([_run(row) for row in rows], wide)])
+def _layered_logarithms(rows: Sequence[MeasuredRow], coefficients: LayeredCoefficients) -> FloatArray:
+    """Logarithms of predicted over measured of networks described layer by layer."""
+    runs = [_run(row) for row in rows]
+    told = [predict_layered(run, parameters_of(coefficients, run)).step_time_s for run in runs]
+    return np.log(np.array(told) / np.array([row.measured_time_s for row in rows])) if rows else np.empty(0)
 
 
 def _coefficients(fit: LayeredFit | None) -> LayeredCoefficients:

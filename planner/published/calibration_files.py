@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from planner.cost.layered_parameters import LayeredCoefficients
-from planner.cost.software_file import SHIPPED, SOFTWARE_FOLDER, shipped_plans, write_software
+from planner.cost.software_file import SHIPPED, SOFTWARE_FOLDER, write_software
 from planner.cost.stacks import family_of
 from planner.published.calibrating import INSIDE, Calibration, rows_by_device, rows_by_stack
-from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS
-from planner.published.estimate.columns import FloatArray
+from planner.published.fitting import DEVICE_PRIORS, FloatArray
 from simulator.calibration.profile_text import with_fields
 from simulator.hardware import PROFILE_SUFFIX
 from simulator.profiles import check_profile
@@ -35,11 +34,7 @@ def write_calibration(calibration: Calibration, folder: Path) -> list[Path]:
         if values is None:
             continue
         source = _source(by_device[family], f"on devices of the {family} family")
-        fields = {
-            f"training.{name}": {"value": _rounded(values[name]), "source": source}
-            for name in DEVICE_COEFFICIENTS
-            if name in values
-        }
+        fields = {f"training.{name}": {"value": _rounded(values[name]), "source": source} for name in DEVICE_PRIORS}
         write_whole(path, with_fields(path.read_text(encoding="utf-8"), fields))
         written.append(path)
     return written
@@ -59,10 +54,11 @@ def software_content(calibration: Calibration) -> dict[str, object]:
         "version": 1,
         "stacks": {
             stack: sourced(values, _source(by_stack[stack], f"with the stack {stack}"))
-            for stack, values in found.coefficients.stacks.items()
+            if stack in by_stack
+            else sourced(values, found.sources[stack])
+            for stack, values in sorted(found.coefficients.stacks.items())
         },
         "attention": sourced(found.coefficients.attention, attention),
-        "plans": shipped_plans(),
         "layered": {"source": _source(every, "of networks described layer by layer"), **_layered(found.layered)},
         "intervals": [
             {

@@ -13,6 +13,7 @@ import yaml
 from planner.cost.software import USUAL
 from planner.cost.training_run import RunPrediction
 from planner.plans.hints import Hint
+from planner.published.layered.prediction import BY_LAYERS
 from planner.published.pinned import OWN_SAMPLES, PinnedRun, pinned_run
 from planner.published.planned import Outcome, Workplace
 from planner.published.predictions import RECOMPUTED
@@ -39,7 +40,7 @@ def command_lines(rows: Sequence[MeasuredRow], outcomes: Sequence[Outcome], file
     yield _line(COLUMNS)
     for row in rows:
         outcome = next(left) if row.run is not None else None
-        known = row.run is not None and isinstance(outcome, RunPrediction)
+        known = isinstance(outcome, RunPrediction) and BY_LAYERS not in outcome.notes
         yield _line((row.row_id, _command(row, outcome, workplace) if known else ""))
 
 

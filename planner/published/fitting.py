@@ -1,33 +1,33 @@
-"""Fit the coefficients of whole steps: properties of devices, stacks and attention kernels, on published rows.
+"""Fit what devices, stacks and attention kernels make of plans, on published rows.
 
-Minimised is the sum of ``weight * soft_l1(log(predicted / measured) / scale)`` with a Gaussian prior on the logarithm
-of every coefficient, so that one which no row speaks for stays where it was, and one which few speak for moves
-little. A source counts with the square root of its number of rows: a thousand rows of one cluster are one witness,
-not a thousand.
+A plan's time is taken to grow straight with each kind of work: ``time_s + sum over kinds of (factor - 1) *
+response_s``, where the response says how the planned time changes when that kind alone takes longer. Minimised is the
+sum of ``weight * soft_l1(log(predicted / measured) / scale)`` with a Gaussian prior on the logarithm of every
+coefficient, so that one which no row speaks for stays where it was, and one which few speak for moves little. A source
+counts with the square root of its number of rows: a thousand rows of one cluster are one witness, not a thousand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.cost.software_file import SoftwareCoefficients
-from planner.cost.stacks import family_of
-from planner.cost.training_run import OptimizerSharding, TrainingRun
-from planner.published.estimate.coefficients import stack_key
-from planner.published.estimate.columns import FloatArray
-from planner.published.estimate.step import Coefficients, step_times
-from planner.published.estimate.work import Work
+from planner.cost.software_file import SoftwareCoefficients, SoftwareFile
+from planner.cost.training_run import OptimizerSharding, RunPrediction, TrainingRun, TransformerShape
+from planner.published.planned import predict_planned
 
-_DIFFERENCE = 1e-4
+FloatArray = npt.NDArray[np.float64]
+STEP = 1.1
+"""By how much work is made slower to see what a plan owes to it."""
 _ITERATIONS = 60
 _SETTLED = 2e-3  # coefficients are known to a few per cent at best
 _STUCK = 1e9
 _FLAT = 1e-6
 _RESIDUAL_SCALE = 0.05  # relative errors beyond this count linearly instead of squared
+_SHORTEST = 0.05  # part of the planned time that factors cannot go below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +46,20 @@ DEVICE_PRIORS = {
     "inside": Prior(centre=1.0, spread=0.1),
     "outside": Prior(centre=1.2, spread=0.3),
     "launch": Prior(centre=1.0, spread=0.1),
-    "jitter": Prior(centre=0.004, spread=0.3),
 }
 """Messages within a node are timed by themselves in profiles: whole steps are hardly to contradict them."""
 _HOST_PRIORS = {"launch": Prior(centre=2.5, spread=0.3)}
 """Of Ascend devices, whose hosts are Kunpeng processors: they take two to three times as long for an operator as those
 of NVIDIA's systems, in tables of training and in functional tests alike."""
 STACK_PRIORS = {
-    "matmul": Prior(centre=1.0, spread=0.04),
-    "misaligned": Prior(centre=1.2, spread=0.1),
-    "memory": Prior(centre=1.3, spread=0.25),
-    "memory_half": Prior(centre=1.1, spread=0.08),
-    "experts": Prior(centre=1.2, spread=0.3),
-    "recompute": Prior(centre=0.95, spread=0.05),
+    "matmul": Prior(centre=1.0, spread=0.06),
+    "memory": Prior(centre=1.4, spread=0.25),
     "optimizer": Prior(centre=1.3, spread=0.4),
     "launch_s": Prior(centre=2e-5, spread=0.3),
     "step_overhead_s": Prior(centre=0.01, spread=1.0),
     "micro_batch_overhead_s": Prior(centre=5e-4, spread=0.4),
     "tensor_exposed": Prior(centre=0.5, spread=0.4),
     "pipeline_exposed": Prior(centre=0.7, spread=0.4),
-    "gradient_exposed": Prior(centre=0.2, spread=0.5),
-    "shard_exposed": Prior(centre=0.15, spread=0.4),
     "shard_apart": Prior(centre=5.0, spread=0.7),
     "context_exposed": Prior(centre=0.3, spread=0.5),
 }
@@ -80,7 +73,7 @@ Chosen with the published rows in view and held tight: without it the few rows o
 host of small networks takes.
 """
 DEEPSPEED_PRIORS = {
-    "memory": Prior(centre=1.3, spread=0.15),
+    "memory": Prior(centre=1.4, spread=0.15),
     "launch_s": Prior(centre=7e-5, spread=0.3),
     "step_overhead_s": Prior(centre=0.005, spread=0.4),
     "micro_batch_overhead_s": Prior(centre=2e-3, spread=0.5),
@@ -106,7 +99,118 @@ host little to do, for operators and between steps."""
 _OWN_PRIORS = {"deepspeed": DEEPSPEED_PRIORS, "mindspore": MINDSPORE_PRIORS}
 _ONE_BY_ONE = ("eager", "megatron", "transformer_engine", "mindspeed")
 ATTENTION_PRIOR = Prior(centre=0.92, spread=0.06)
-"""Held tight, like `memory_half`: few sources take one kernel, and none may say alone how fast it is."""
+"""Held tight: few sources take one kernel, and none may say alone how fast it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A kind of work whose time is made longer to see what plans owe to it.
+
+    ``devices``, ``stacks`` and ``attention`` say whose coefficients are multiplied; ``matters`` for which runs.
+    """
+
+    name: str
+    devices: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
+    matters: Callable[[TrainingRun], bool] = lambda run: True
+
+
+def _pipelined(run: TrainingRun) -> bool:
+    return run.setup.pp > 1
+
+
+def _has_experts(run: TrainingRun) -> bool:
+    return isinstance(run.network, TransformerShape) and run.network.experts is not None
+
+
+WORK = (
+    Work(name="matmul", devices=("matmul",)),
+    Work(name="low_precision", devices=("low_precision",), matters=lambda run: run.setup.precision in ("fp8", "fp4")),
+    Work(name="attention", devices=("attention",)),
+    Work(name="memory", devices=("memory",)),
+    Work(name="inside", devices=("inside",), matters=lambda run: run.setup.devices > 1),
+    Work(name="outside", devices=("outside",), matters=lambda run: run.setup.devices > 1),
+    Work(name="launch", devices=("launch",)),
+    Work(name="optimizer", stacks=("optimizer",)),
+    Work(name="step", stacks=("step_overhead_s",)),
+    Work(name="micro_batch", stacks=("micro_batch_overhead_s",)),
+    Work(name="pipeline_exposed", stacks=("pipeline_exposed",), matters=_pipelined),
+    Work(name="tensor_exposed", stacks=("tensor_exposed",), matters=lambda run: run.setup.tp > 1),
+    Work(name="context_exposed", stacks=("context_exposed",), matters=_has_experts),
+    Work(
+        name="shard_apart", stacks=("shard_apart",),
+        matters=lambda run: run.setup.optimizer_sharding is OptimizerSharding.ZERO3,
+    ),
+)  # fmt: skip
+"""Kinds of work. What a stack makes of products, memory and launches multiplies what the device makes of them."""
+_WORK_OF: Mapping[str, tuple[str, ...]] = {
+    **{name: (name,) for name in DEVICE_PRIORS},
+    **{name: (name,) for name in STACK_PRIORS},
+    "launch_s": ("launch",),
+    "step_overhead_s": ("step",),
+    "micro_batch_overhead_s": ("micro_batch",),
+}
+"""The work that a coefficient multiplies, by the coefficient's name."""
+_STACK_WORK: Mapping[str, tuple[str, ...]] = {**_WORK_OF, "matmul": ("matmul", "low_precision")}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Responses:
+    """Planned runs (N,), their seconds by some coefficients, and how these change with each kind of `WORK` (N, W)."""
+
+    runs: tuple[TrainingRun, ...]
+    software: SoftwareFile
+    time_s: FloatArray
+    response_s: FloatArray
+
+    def of(self, rows: npt.NDArray[np.bool_]) -> Responses:
+        """Those of some rows."""
+        runs = tuple(run for run, counts in zip(self.runs, rows, strict=True) if counts)
+        return replace(self, runs=runs, time_s=self.time_s[rows], response_s=self.response_s[rows])
+
+
+def responses(
+    runs: Sequence[TrainingRun], software: SoftwareFile, advance: Callable[[int], None] | None = None
+) -> Responses:
+    """Plan every run, as it is and with each kind of work made slower; NaN where a run has no plan.
+
+    ``software`` has the coefficients; those of devices that it lacks are the profiles'.
+    """
+    devices = {run.family: _own(run) for run in reversed(runs)} | dict(software.coefficients.devices)
+    software = replace(software, coefficients=replace(software.coefficients, devices=devices))
+    wanted, files, places = list(runs), [software] * len(runs), [(index, -1) for index in range(len(runs))]
+    for kind, work in enumerate(WORK):
+        slower = _slower(software, work)
+        for index, run in enumerate(runs):
+            if work.matters(run):
+                wanted.append(run)
+                files.append(slower)
+                places.append((index, kind))
+    times = np.full((len(runs), 1 + len(WORK)), np.nan)
+    times[:, 1:] = np.inf
+    for (index, kind), told in zip(places, predict_planned(wanted, advance, software=files), strict=True):
+        times[index, kind + 1] = told.step_time_s if isinstance(told, RunPrediction) else np.nan
+    base = times[:, 0]
+    grown = np.where(np.isinf(times[:, 1:]), base[:, None], times[:, 1:]) - base[:, None]
+    return Responses(runs=tuple(runs), software=software, time_s=base, response_s=grown / (STEP - 1))
+
+
+def _own(run: TrainingRun) -> dict[str, float]:
+    return {name: run.hardware.training.get(name, 1.0) for name in DEVICE_PRIORS}
+
+
+def _slower(software: SoftwareFile, work: Work) -> SoftwareFile:
+    found = software.coefficients
+    changed = replace(
+        found,
+        devices={family: _times(values, work.devices) for family, values in found.devices.items()},
+        stacks={stack: _times(values, work.stacks) for stack, values in found.stacks.items()},
+    )
+    return replace(software, coefficients=changed)
+
+
+def _times(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    return {name: value * (STEP if name in names else 1.0) for name, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,46 +223,61 @@ class Fit:
 
 
 class StepFit:
-    """The rows of a fit: (N,) runs whose `work` is timed, their measured seconds and their sources.
+    """The rows of a fit: (N,) planned runs, their measured seconds and their sources.
 
-    ``offset`` (N,) is what simulation adds to the logarithm of the closed form, zero until it is set. ``names`` says
-    of every coefficient whose it is and which.
+    ``names`` says of every coefficient whose it is and which.
     """
 
-    def __init__(self, work: Work, runs: Sequence[TrainingRun], measured_s: FloatArray, sources: Sequence[str]) -> None:
-        self.work, self.target = work, np.log(measured_s)
-        self.offset = np.zeros(len(self.target))
+    def __init__(self, planned: Responses, measured_s: FloatArray, sources: Sequence[str]) -> None:
+        runs, known = planned.runs, planned.software.coefficients
+        self.planned, self.target = planned, np.log(measured_s)
         self.sources = np.array(sources)
         # Functional tests train tiny networks: their times say little of anything else.
         # Where parameters are gathered apart the network between nodes decides, which differs from day to day.
-        doubtful = [run.setup.deterministic or _gathers_apart(run) for run in runs]
+        # What dispatches the tokens of experts, and over which network, few rows say.
+        doubtful = [run.setup.deterministic or _gathers_apart(run) or _has_experts(run) for run in runs]
         self.trust = np.where(doubtful, 0.3, 1.0)
-        self.families, self.family = _codes([family_of(run.hardware.device_name) for run in runs])
-        self.stacks, self.stack = _codes([stack_key(run) for run in runs])
+        self.families, self.family = _codes([run.family for run in runs])
+        self.stacks, self.stack = _codes([run.stack_key for run in runs])
         self.kernels, self.kernel = _codes([str(run.setup.attention) for run in runs])
-        entries = [(family, name, prior) for family in self.families for name, prior in _device_priors(family).items()]
-        entries += [(stack, name, _stack_prior(stack, name)) for stack in self.stacks for name in STACK_PRIORS]
-        entries += [(kernel, "attention", ATTENTION_PRIOR) for kernel in self.kernels]
-        self.names = [(owner, name) for owner, name, _ in entries]
-        self.centres: FloatArray = np.log([prior.centre for _, _, prior in entries])
-        self.spreads: FloatArray = np.array([prior.spread for _, _, prior in entries])
+        entries = [
+            (family, name, prior, known.devices.get(family, {}).get(name, 1.0))
+            for family in self.families
+            for name, prior in _device_priors(family).items()
+        ]
+        entries += [
+            (stack, name, prior, known.stacks.get(stack, {}).get(name, 0.0))
+            for stack in self.stacks
+            for name, prior in ((name, _stack_prior(stack, name)) for name in STACK_PRIORS)
+        ]
+        entries += [(kernel, "attention", ATTENTION_PRIOR, known.attention.get(kernel, 1.0)) for kernel in self.kernels]
+        self.names = [(owner, name) for owner, name, _, _ in entries]
+        self.centres: FloatArray = np.log([prior.centre for _, _, prior, _ in entries])
+        self.spreads: FloatArray = np.array([prior.spread for _, _, prior, _ in entries])
+        # What was planned by a coefficient of zero, or by none, tells nothing about it: it stays as expected.
+        self.start: FloatArray = np.log([value or prior.centre for _, _, prior, value in entries])
+        self._shares = self._by_coefficient()
 
-    def coefficients(self, theta: FloatArray) -> Coefficients:
-        """Coefficients (N,) of the rows."""
-        devices, stacks, attention = self._blocks(np.exp(theta))
-        by_device = {name: devices[self.family, i] for i, name in enumerate(DEVICE_PRIORS)}
-        by_stack = {name: stacks[self.stack, i] for i, name in enumerate(STACK_PRIORS)}
-        launch = by_device.pop("launch")
-        values = {**by_device, **by_stack}
-        for name in by_device.keys() & by_stack.keys():
-            values[name] = by_device[name] * by_stack[name]
-        values["attention"] = values["attention"] * attention[self.kernel]
-        values["launch_s"] = values["launch_s"] * launch
-        return Coefficients(**values)
+    def _by_coefficient(self) -> npt.NDArray[np.bool_]:
+        """Which kinds of work (coefficients, N, W) of a run a coefficient multiplies."""
+        place = {work.name: index for index, work in enumerate(WORK)}
+        found = np.zeros((len(self.names), len(self.target), len(WORK)), dtype=bool)
+        owners = ((self.families, self.family), (self.stacks, self.stack), (self.kernels, self.kernel))
+        rows_of = {owner: code == index for names, code in owners for index, owner in enumerate(names)}
+        for index, (owner, name) in enumerate(self.names):
+            for kind in (_STACK_WORK if owner in self.stacks else _WORK_OF)[name]:
+                found[index, rows_of[owner], place[kind]] = True
+        return found
 
-    def predicted_logarithms(self, theta: FloatArray) -> FloatArray:
-        """Logarithms of the predicted seconds, (N,): the closed form, moved by `offset`."""
-        return np.asarray(np.log(step_times(self.work, self.coefficients(theta)).step_time_s) + self.offset)
+    def _factors(self, theta: FloatArray) -> FloatArray:
+        """What coefficients make of each kind of work (N, W), as a factor on what was planned."""
+        return np.asarray(np.exp(np.einsum("c,cnw->nw", theta - self.start, self._shares)))
+
+    def predicted_s(self, theta: FloatArray) -> FloatArray:
+        """Predicted seconds, (N,)."""
+        base = self.planned.time_s
+        grown = base + ((self._factors(theta) - 1.0) * self.planned.response_s).sum(axis=1)
+        return np.asarray(np.maximum(grown, _SHORTEST * base))
 
     def fit(self, rows: npt.NDArray[np.bool_] | None = None, start: FloatArray | None = None) -> Fit:
         """Fit on all rows, or on those of a mask; `start` is where the search begins."""
@@ -168,7 +287,7 @@ class StepFit:
 
         def residuals(theta: FloatArray) -> tuple[FloatArray, FloatArray]:
             """Residuals whose squares are the soft_l1 loss, and their slopes by the predicted logarithm."""
-            error = (self.predicted_logarithms(theta) - self.target)[used] / _RESIDUAL_SCALE
+            error = (np.log(self.predicted_s(theta)) - self.target)[used] / _RESIDUAL_SCALE
             bend = np.sqrt(1 + error**2)
             robust: FloatArray = np.sqrt(2 * (bend - 1))
             slope: FloatArray = np.where(robust > _FLAT, np.abs(error) / (bend * np.maximum(robust, _FLAT)), 1.0)
@@ -177,46 +296,27 @@ class StepFit:
         def slopes(theta: FloatArray) -> FloatArray:
             return self.derivatives(theta)[used]
 
-        theta = _minimise(residuals, slopes, self.centres if start is None else start, self.centres, self.spreads)
-        devices, stacks, attention = self._blocks(np.exp(theta))
+        theta = _minimise(residuals, slopes, self.start if start is None else start, self.centres, self.spreads)
         return Fit(
-            software=SoftwareCoefficients(
-                devices={
-                    f: dict(zip(DEVICE_PRIORS, devices[i].tolist(), strict=True)) for i, f in enumerate(self.families)
-                },
-                stacks={s: dict(zip(STACK_PRIORS, stacks[i].tolist(), strict=True)) for i, s in enumerate(self.stacks)},
-                attention=dict(zip(self.kernels, attention.tolist(), strict=True)),
-            ),
+            software=self._coefficients(np.exp(theta)),
             theta=theta,
-            residuals=self.predicted_logarithms(theta) - self.target,
+            residuals=np.log(self.predicted_s(theta)) - self.target,
         )
 
     def derivatives(self, theta: FloatArray) -> FloatArray:
-        """Derivatives of the predicted logarithms, (N, coefficients), by differences.
+        """Derivatives of the predicted logarithms, (N, coefficients)."""
+        moved = self._factors(theta) * self.planned.response_s / self.predicted_s(theta)[:, None]
+        return np.asarray(np.einsum("nw,cnw->nc", moved, self._shares))
 
-        A row depends on one device, one stack and one kernel, so coefficients of the same name are moved together:
-        one evaluation for each name.
-        """
-        base = self.predicted_logarithms(theta)
-        found = np.zeros((len(base), len(theta)))
-        every = np.arange(len(base))
-        place = 0
-        for owners, code, width in (
-            (self.families, self.family, len(DEVICE_PRIORS)), (self.stacks, self.stack, len(STACK_PRIORS)),
-            (self.kernels, self.kernel, 1),
-        ):  # fmt: skip
-            for name in range(width):
-                moved = theta.copy()
-                moved[place + name : place + len(owners) * width : width] += _DIFFERENCE
-                found[every, place + code * width + name] = (self.predicted_logarithms(moved) - base) / _DIFFERENCE
-            place += len(owners) * width
-        return found
-
-    def _blocks(self, values: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        first = len(self.families) * len(DEVICE_PRIORS)
-        second = first + len(self.stacks) * len(STACK_PRIORS)
-        devices = values[:first].reshape(len(self.families), len(DEVICE_PRIORS))
-        return devices, values[first:second].reshape(len(self.stacks), len(STACK_PRIORS)), values[second:]
+    def _coefficients(self, values: FloatArray) -> SoftwareCoefficients:
+        found: dict[str, dict[str, float]] = {}
+        for (owner, name), value in zip(self.names, values.tolist(), strict=True):
+            found.setdefault(owner, {})[name] = value
+        return SoftwareCoefficients(
+            devices={family: found[family] for family in self.families},
+            stacks={stack: found[stack] for stack in self.stacks},
+            attention={kernel: found[kernel]["attention"] for kernel in self.kernels},
+        )
 
 
 def _gathers_apart(run: TrainingRun) -> bool:

@@ -17,10 +17,9 @@ import numpy.typing as npt
 from planner.cost.layered_parameters import LayeredCoefficients
 from planner.cost.stacks import Stack, family_of
 from planner.cost.training_run import LayeredNetwork, TrainingRun
-from planner.published.estimate.coefficients import stack_key
-from planner.published.estimate.layered_table import LayeredTable, keeps_planes, layered_times
-from planner.published.estimate.layered_work import parameter_columns, parameters_of
 from planner.published.fitting import Prior
+from planner.published.layered.prediction import parameter_columns, parameters_of
+from planner.published.layered.table import LayeredTable, keeps_planes, layered_times
 from planner.published.reading import MeasuredRow
 
 FloatArray = npt.NDArray[np.float64]
@@ -292,7 +291,7 @@ class Steps:
         self._table = LayeredTable(runs)
         self._sources = tuple(sources)
         self._families = [family_of(run.hardware.device_name) for run in runs]
-        self._stacks = [stack_key(run) for run in runs]
+        self._stacks = [run.stack_key for run in runs]
         alike: dict[tuple[object, ...], int] = {}
         self._alike = [alike.setdefault(_told_apart(run), index) for index, run in enumerate(runs)]
         self._first = sorted(set(self._alike))
@@ -349,7 +348,7 @@ def _told_apart(run: TrainingRun) -> tuple[object, ...]:
     """What the parameters of a run depend on."""
     setup = run.setup
     return (
-        run.hardware.hash, stack_key(run), setup.precision, setup.plain_graph, setup.graph_engine,
+        run.hardware.hash, run.stack_key, setup.precision, setup.plain_graph, setup.graph_engine,
         setup.untuned_convolutions, keeps_planes(run),
     )  # fmt: skip
 

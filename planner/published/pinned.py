@@ -30,7 +30,7 @@ from planner.cost.work import OPTIMIZERS
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.hints import Hint, hint
 from planner.plans.request import SIZES
-from planner.published.estimate.layered.sequence import padded_frames
+from planner.published.layered.sequence import padded_frames
 from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile

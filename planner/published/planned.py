@@ -7,7 +7,7 @@ the tables of its units.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -20,17 +20,21 @@ from pathlib import Path
 import yaml
 
 from planner.cost.software import fusion_of
-from planner.cost.training_run import RunPrediction, TrainingRun
+from planner.cost.software_file import SoftwareFile, shipped_software, software_on_trial
+from planner.cost.training_run import LayeredNetwork, RunPrediction, TrainingRun
 from planner.planning.planning import PlanRequest, SearchResult, capture_for, plan_network
 from planner.planning.shared_tables import SharedTables
+from planner.published.layered.prediction import predict_by_layers
 from planner.published.pinned import MEMORY, PinnedRun, pinned_run
-from planner.published.predictions import RECOMPUTED, recomputing
+from planner.published.predictions import RECOMPUTED, RunFailedError, recomputing
 from simulator.calibration.process import available_cores, stopped_children_killed
 from simulator.errors import InputError, MeshwrightError
 from simulator.profiles import load_profile, profile_text
 from simulator.whole_file import write_whole
 
 Outcome = RunPrediction | MeshwrightError
+Wanted = tuple[SoftwareFile | None, PinnedRun]
+"""A run, and the coefficients that it is predicted by; None for the shipped ones."""
 UNLIMITED_BYTES = 10**14
 """Memory of a device on which every plan fits."""
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -39,13 +43,10 @@ _GROUP = 100
 
 
 class Workplace:
-    """A folder for the files that requests and commands name: configs of networks, hints, profiles without a limit.
+    """A folder for the files that requests and commands name: configs of networks, hints, profiles without a limit."""
 
-    ``slower`` multiplies factors of the profiles' ``training``, to see what a prediction owes to each.
-    """
-
-    def __init__(self, folder: Path, slower: Mapping[str, float] | None = None) -> None:
-        self.folder, self.slower = folder, tuple(sorted((slower or {}).items()))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def request(self, run: PinnedRun, *, limited: bool = True) -> PlanRequest:
         """The request of a run, on the shipped profile or on one with memory for any plan."""
@@ -76,9 +77,9 @@ class Workplace:
 
     def _profile(self, run: PinnedRun, *, limited: bool) -> str:
         """The shipped profile, or a file of one with what the run and this folder change."""
-        if limited and not run.tf32 and not self.slower and not run.cluster:
+        if limited and not run.tf32 and not run.cluster:
             return run.hardware
-        changed = _changed_profile(run.hardware, run.cluster, limited=limited, tf32=run.tf32, slower=self.slower)
+        changed = _changed_profile(run.hardware, run.cluster, limited=limited, tf32=run.tf32)
         return self.file(run.hardware, changed)
 
 
@@ -89,11 +90,10 @@ def _changed_profile(
     *,
     limited: bool,
     tf32: bool,
-    slower: tuple[tuple[str, float], ...] = (),
 ) -> str:
-    """Return the text of a shipped profile with the numbers of another cluster, more memory or other speeds.
+    """Return the text of a shipped profile with the numbers of another cluster, or more memory.
 
-    ``limited`` keeps the memory, ``tf32`` runs float32 products in TF32, ``slower`` is that of `Workplace`.
+    ``limited`` keeps the memory, ``tf32`` runs float32 products in TF32.
     """
     content = yaml.safe_load(profile_text(name)[0])
     for path, value in cluster:
@@ -112,12 +112,6 @@ def _changed_profile(
     narrow = content["kernels"].get("convolution", {}).get("peak_flops", {})
     if tf32 and "float32" in narrow:
         content["device"]["peak_flops"]["float32"] = dict(narrow["float32"])
-    training = content.setdefault("training", {}) if slower else {}
-    for factor, times in slower:
-        training[factor] = {
-            "value": training.get(factor, {}).get("value", 1.0) * times,
-            "source": "assumed: a trial value of a fit",
-        }
     return str(yaml.safe_dump(content))
 
 
@@ -175,20 +169,24 @@ def predict_planned(
     runs: Sequence[TrainingRun],
     advance: Callable[[int], None] | None = None,
     cores: int = 0,
-    slower: Mapping[str, float] | None = None,
+    software: Sequence[SoftwareFile | None] = (),
 ) -> list[Outcome]:
     """A prediction of each run by its pinned plan, or why it has none; `advance` is told how many runs were done.
 
-    ``cores`` processes predict at once; 0: as many as this process may use. ``slower`` is that of `Workplace`.
+    Vision and speech networks that no plan expresses are predicted by their layers, and a note says so.
+    ``cores`` processes predict at once; 0: as many as this process may use. ``software`` has the coefficients of each
+    run; None, or no list, stands for the shipped ones.
     """
     cores = cores or available_cores()
-    found = _predictions(runs, cores, advance, slower)
+    files = list(software) or [None] * len(runs)
+    found = _predictions(runs, files, cores, advance)
     again = {
         index: other
         for index, outcome in enumerate(found)
         if isinstance(outcome, RunPrediction) and not outcome.fits and (other := recomputing(runs[index]))
     }
-    for index, outcome in zip(again, _predictions(list(again.values()), cores, None, slower), strict=True):
+    remade = _predictions(list(again.values()), [files[index] for index in again], cores, None)
+    for index, outcome in zip(again, remade, strict=True):
         first = found[index]
         if isinstance(first, RunPrediction) and isinstance(outcome, RunPrediction) and outcome.fits:
             found[index] = replace(
@@ -200,23 +198,26 @@ def predict_planned(
 
 def _predictions(
     runs: Sequence[TrainingRun],
+    files: Sequence[SoftwareFile | None],
     cores: int,
     advance: Callable[[int], None] | None,
-    slower: Mapping[str, float] | None,
 ) -> list[Outcome]:
     pinned = [_pinned(run) for run in runs]
-    places: dict[PinnedRun, list[int]] = {}
-    for index, run in enumerate(pinned):
-        if isinstance(run, PinnedRun):
-            places.setdefault(run, []).append(index)
+    places: dict[Wanted, list[int]] = {}
+    for index, (plan, file) in enumerate(zip(pinned, files, strict=True)):
+        if isinstance(plan, PinnedRun):
+            places.setdefault((file, plan), []).append(index)
     found: list[Outcome | None] = [None if isinstance(run, PinnedRun) else run for run in pinned]
     if advance is not None:
         advance(sum(outcome is not None for outcome in found))
-    for run, outcome in _predicted(list(places), cores, slower):
-        for index in places[run]:
+    for one, outcome in _predicted(list(places), cores):
+        for index in places[one]:
             found[index] = outcome
         if advance is not None:
-            advance(len(places[run]))
+            advance(len(places[one]))
+    for index, run in enumerate(runs):
+        if isinstance(found[index], MeshwrightError) and isinstance(run.network, LayeredNetwork):
+            found[index] = predict_by_layers(run, files[index] or shipped_software())
     return [outcome for outcome in found if outcome is not None]
 
 
@@ -227,19 +228,17 @@ def _pinned(run: TrainingRun) -> PinnedRun | MeshwrightError:
         return error
 
 
-def _predicted(
-    runs: Sequence[PinnedRun], cores: int, slower: Mapping[str, float] | None
-) -> Iterator[tuple[PinnedRun, Outcome]]:
-    """Runs with their predictions, in any order.
+def _predicted(wanted: Sequence[Wanted], cores: int) -> Iterator[tuple[Wanted, Outcome]]:
+    """Runs and their coefficients with the predictions, in any order.
 
     When a process of the pool dies or stays stopped, this process predicts the rest.
     """
-    groups: dict[tuple[str, ...], list[PinnedRun]] = {}
-    for run in runs:
-        groups.setdefault(network_key(run), []).append(run)
+    groups: dict[tuple[str, ...], list[Wanted]] = {}
+    for one in wanted:
+        groups.setdefault(network_key(one[1]), []).append(one)
     for group in groups.values():
         # Runs on one mesh at one micro-batch share tables.
-        group.sort(key=lambda run: (run.hardware, run.precision, run.software, run.devices, run.pins))
+        group.sort(key=lambda one: (one[1].hardware, one[1].precision, one[1].software, one[1].devices, one[1].pins))
     parts = [group[start : start + _GROUP] for group in groups.values() for start in range(0, len(group), _GROUP)]
     with tempfile.TemporaryDirectory() as folder:
         left = dict(enumerate(parts))
@@ -247,17 +246,20 @@ def _predicted(
             # Forked processes could inherit locks of threads that they do not have.
             context = get_context("spawn")
             with suppress(BrokenProcessPool), stopped_children_killed(), ProcessPoolExecutor(cores, context) as pool:
-                waiting = {pool.submit(_predict_part, part, folder, slower): place for place, part in left.items()}
+                waiting = {pool.submit(_predict_part, part, folder): place for place, part in left.items()}
                 for done in as_completed(waiting):
                     outcomes = done.result()
                     yield from zip(left.pop(waiting[done]), outcomes, strict=True)
         for part in left.values():
-            yield from zip(part, _predict_part(part, folder, slower), strict=True)
+            yield from zip(part, _predict_part(part, folder), strict=True)
 
 
-def _predict_part(runs: Sequence[PinnedRun], folder: str, slower: Mapping[str, float] | None) -> list[Outcome]:
-    planner = Planner(Workplace(Path(folder), slower))
-    return [_outcome(planner, run) for run in runs]
+def _predict_part(wanted: Sequence[Wanted], folder: str) -> list[Outcome]:
+    planner, found = Planner(Workplace(Path(folder))), []
+    for software, run in wanted:
+        with software_on_trial(software):
+            found.append(_outcome(planner, run))
+    return found
 
 
 def _outcome(planner: Planner, run: PinnedRun) -> Outcome:
@@ -267,4 +269,4 @@ def _outcome(planner: Planner, run: PinnedRun) -> Outcome:
         return error
     except (ArithmeticError, LookupError, ValueError) as error:
         # One run that fails does not take the others with it; the kind of error says that it is ours.
-        return MeshwrightError(f"{type(error).__name__}: {error}")
+        return RunFailedError(f"{type(error).__name__}: {error}")

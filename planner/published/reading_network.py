@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 from planner.cost.training_run import Experts, LatentAttention, LayeredNetwork, TransformerShape
-from planner.published.estimate.layered import lookup, lookup_by_parameters, sequence
 from planner.published.known_models import BERT, GPT, LLAMA, KnownModel, Traits, billions, known_model, plain_name
+from planner.published.layered import lookup, lookup_by_parameters, sequence
 from planner.published.measurement_file import FileRow
 from planner.published.source_rules import stated
 

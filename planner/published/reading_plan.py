@@ -11,7 +11,7 @@ from planner.cost.memory.parameters import even_chunks
 from planner.cost.stacks import Stack
 from planner.cost.training_run import LayeredNetwork, OptimizerSharding, TrainingSetup, TransformerShape
 from planner.published import reading_setup as words
-from planner.published.estimate.layered_work import typical_batch
+from planner.published.layered.prediction import typical_batch
 from planner.published.measurement_file import FileRow
 from planner.published.reading_memory import memory_settings, whole_on_one_device
 from planner.published.reading_network import MissingFactError

@@ -151,13 +151,10 @@ class AccuracyResult:
     Attributes
     ----------
     fitted
-        By coefficients fitted on everything; by pinned plans where these alone are asked for.
+        By coefficients fitted on everything.
     left_out
         Each source by a fit that never saw it.
-    planned
-        By pinned plans, where both predictors are asked for.
     """
 
     fitted: Accuracy
     left_out: Accuracy | None = None
-    planned: Accuracy | None = None

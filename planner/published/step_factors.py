@@ -2,9 +2,9 @@
 
 A step takes ``neutral_s + sum over names of (factor - 1) * response_s``, where a response is how fast the step grows
 with the factor of one kind of work. Factors are those of a family of devices: ``centre * common * own``. The centre is
-what whole steps say of devices and software apart (`planner.published.estimate`). Plans count work differently from
-estimates, which the common part makes good. The rest is the family's own. Both have Gaussian priors on their
-logarithms.
+what whole steps say of devices and software apart (`planner.published.fitting`). Plans that
+name no software differ from that, which the common part makes good. The rest is the family's own. Both have Gaussian
+priors on their logarithms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from planner.cost.stacks import usual_factors
-from planner.published.estimate.columns import FloatArray
+from planner.published.fitting import FloatArray
 
 NAMES = ("matmul", "attention", "convolution", "memory", "optimizer", "inside", "outside")
 """Kinds of work, as in `simulator.corrections`."""

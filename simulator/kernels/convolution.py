@@ -38,7 +38,7 @@ def convolution_time(
     (Chetlur et al., "cuDNN", 2014), at ``convolution_efficiency`` of a matrix product's rate; it reads input and
     weights once. Groups so narrow that a kernel without products is faster use that: it works on the vector units, and
     reads windows wider than 3 x 3 again from caches, at ``grouped_convolution_efficiency`` of the memory's bandwidth
-    with the side of the window over 3 (`planner.published.estimate.layered_table` has the same of whole steps).
+    with the side of the window over 3 (`planner.published.layered.table` has the same of whole steps).
     """
     positions, wide, narrow, window, parts = (
         np.asarray(value, dtype=np.float64) for value in (pixels, in_channels, out_channels, area, groups)

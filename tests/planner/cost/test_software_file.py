@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "software.yaml"
     written = write_software(CONTENT, path)
     read = parse_software(path.read_text(encoding="utf-8"), "software.yaml")
-    assert read == written
+    assert asdict(read) == asdict(written)
     assert read.coefficients.stacks == {"megatron": {"matmul": 1.1, "launch_s": 2e-5}}
     assert read.coefficients.attention == {"flash2": 0.9}
     assert read.layered.devices == {"ampere": {"products": 0.5}}
@@ -93,7 +94,7 @@ def test_a_package_without_the_file_says_so(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_every_stack_may_stand_in_the_file() -> None:
     content = deepcopy(CONTENT)
-    content["stacks"] = {str(stack): {"experts": {"value": 1.0, "source": FITTED}} for stack in Stack}
+    content["stacks"] = {str(stack): {"matmul": {"value": 1.0, "source": FITTED}} for stack in Stack}
     assert len(parse_software(yaml.safe_dump(content), "all.yaml").coefficients.stacks) == len(Stack)
 
 

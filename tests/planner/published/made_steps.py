@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from planner.cost.training_run import TrainingRun
-from planner.published.estimate.work import work_of
-from planner.published.fitting import StepFit
+from planner.published.calibrating import Folds
+from planner.published.fitting import DEVICE_PRIORS, STACK_PRIORS, WORK, Responses, StepFit
 from planner.published.reading import MeasuredRow
-from tests.planner.published.estimate.transformers import GPT, LLAMA, run
+from tests.planner.cost.transformers import GPT, LLAMA, SOFTWARE, run
 
 SHAPES = (GPT, replace(GPT, name="small", layers=12, hidden=768, heads=12, head_size=64, feed_forward=3072), LLAMA)
 TRUE = {
     "ampere": {"matmul": 1.3, "memory": 1.4, "inside": 1.3},
     "hopper": {"matmul": 0.95, "memory": 1.0, "inside": 0.9},
-    "megatron": {"memory": 1.6, "step_overhead_s": 0.03},
-    "eager": {"memory": 2.2, "launch_s": 5e-5, "step_overhead_s": 0.005},
+    "megatron": {"memory": 1.9, "step_overhead_s": 0.03},
+    "eager": {"memory": 2.4, "launch_s": 5e-5, "step_overhead_s": 0.005},
 }
 """What differs from where the fit expects it."""
+STACKS = {stack: {name: prior.centre for name, prior in STACK_PRIORS.items()} for stack in ("megatron", "eager")}
+DEVICES = {family: {name: prior.centre for name, prior in DEVICE_PRIORS.items()} for family in ("ampere", "hopper")}
 
 
 def made_runs() -> list[tuple[TrainingRun, str]]:
@@ -37,11 +40,27 @@ def made_runs() -> list[tuple[TrainingRun, str]]:
     ]
 
 
+def made_responses(runs: list[TrainingRun]) -> Responses:
+    """Plans of half a second to five, made of the kinds of work that matter; equal runs have equal plans."""
+    drawn = [
+        np.random.default_rng(zlib.crc32(repr((each.network.name, each.setup, each.hardware.name)).encode()))
+        for each in runs
+    ]
+    usual = np.array([{"matmul": 8.0, "memory": 4.0}.get(work.name, 0.5) for work in WORK] + [1.0])
+    seconds = np.array([random.uniform(0.5, 5.0) for random in drawn])
+    parts = np.array([random.dirichlet(usual)[:-1] for random in drawn]).reshape(len(runs), -1)
+    matters = np.array([[work.matters(each) for work in WORK] for each in runs]).reshape(len(runs), len(WORK))
+    known = replace(SOFTWARE.coefficients, stacks=STACKS, devices=DEVICES)
+    return Responses(
+        runs=tuple(runs), software=replace(SOFTWARE, coefficients=known), time_s=seconds,
+        response_s=seconds[:, None] * parts * matters,
+    )  # fmt: skip
+
+
 def step_fit(runs: list[tuple[TrainingRun, str]], measured: npt.NDArray[np.float64] | None = None) -> StepFit:
     """The fit of runs, whose times are one second each unless they were measured."""
-    only = [each for each, _ in runs]
     seconds = np.ones(len(runs)) if measured is None else measured
-    return StepFit(work_of(only), only, seconds, [source for _, source in runs])
+    return StepFit(made_responses([each for each, _ in runs]), seconds, [source for _, source in runs])
 
 
 def true_theta(fit: StepFit) -> npt.NDArray[np.float64]:
@@ -57,7 +76,7 @@ def made_rows(noise: float = 0.0, seed: int = 0) -> list[MeasuredRow]:
     """Measured rows with a relative error of the size of `noise`."""
     runs = made_runs()
     fit = step_fit(runs)
-    seconds = np.exp(fit.predicted_logarithms(true_theta(fit)))
+    seconds = fit.predicted_s(true_theta(fit))
     seconds = seconds * np.exp(noise * np.random.default_rng(seed).standard_normal(len(runs)))
     return [
         MeasuredRow(
@@ -65,3 +84,16 @@ def made_rows(noise: float = 0.0, seed: int = 0) -> list[MeasuredRow]:
         )
         for index, ((each, source), time) in enumerate(zip(runs, seconds, strict=True))
     ]
+
+
+def made_folds(rows: list[MeasuredRow]) -> Folds:
+    """The folds of rows of `made_rows`, each with the plan that its time was made of."""
+    planned = made_responses([each for each, _ in made_runs()])
+    places = [int(row.row_id) for row in rows]
+    return Folds(
+        rows,
+        replace(
+            planned, runs=tuple(planned.runs[place] for place in places), time_s=planned.time_s[places],
+            response_s=planned.response_s[places],
+        ),
+    )  # fmt: skip

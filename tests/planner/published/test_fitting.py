@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from planner.cost.software_file import STACK_COEFFICIENTS
-from planner.published.estimate.coefficients import DEVICE_COEFFICIENTS, gather
-from planner.published.estimate.step import step_times
-from planner.published.fitting import DEVICE_PRIORS, STACK_PRIORS
-from tests.planner.published.estimate.transformers import GPT, run
+from planner.cost.software_file import STACK_COEFFICIENTS, shipped_software
+from planner.published.fitting import STACK_PRIORS, WORK, responses
+from simulator.profiles import load_profile
+from tests.planner.cost.transformers import GPT, run
 from tests.planner.published.made_steps import TRUE, made_rows, made_runs, step_fit, true_theta
 
 RUNS = made_runs()
@@ -17,20 +18,19 @@ TIMES = np.array([row.measured_time_s for row in made_rows()])
 
 
 def test_every_coefficient_has_a_prior() -> None:
-    assert tuple(DEVICE_PRIORS) == DEVICE_COEFFICIENTS
     assert tuple(STACK_PRIORS) == STACK_COEFFICIENTS
 
 
 def test_the_times_are_found_and_with_them_what_made_them() -> None:
     fit = step_fit(RUNS, TIMES)
     found = fit.fit()
-    before = np.abs(fit.predicted_logarithms(fit.centres) - np.log(TIMES))
+    before = np.abs(np.log(fit.predicted_s(fit.centres) / TIMES))
     assert np.abs(found.residuals).mean() < 0.03 < 0.1 < before.mean()
-    assert np.abs(found.residuals).max() < 0.1
+    assert np.abs(found.residuals).max() < 0.15
     theta, true = found.theta, true_theta(fit)
     for owner, name in (("eager", "memory"), ("megatron", "step_overhead_s")):
         place = fit.names.index((owner, name))
-        assert abs(theta[place] - true[place]) < 0.5 * abs(fit.centres[place] - true[place]), (owner, name)
+        assert abs(theta[place] - true[place]) < 0.75 * abs(fit.centres[place] - true[place]), (owner, name)
     # Factors that only show together are found together.
     ampere, eager, megatron = (
         found.software.devices["ampere"],
@@ -38,15 +38,14 @@ def test_the_times_are_found_and_with_them_what_made_them() -> None:
         found.software.stacks["megatron"],
     )
     assert ampere["matmul"] * megatron["matmul"] == pytest.approx(TRUE["ampere"]["matmul"], rel=0.05)
-    memory = ampere["memory"] * eager["memory"] * eager["memory_half"]
-    true_memory = TRUE["ampere"]["memory"] * TRUE["eager"]["memory"] * STACK_PRIORS["memory_half"].centre
+    memory, true_memory = ampere["memory"] * eager["memory"], TRUE["ampere"]["memory"] * TRUE["eager"]["memory"]
     assert memory == pytest.approx(true_memory, rel=0.15)
 
 
 def test_what_no_row_speaks_for_stays_where_it_was_expected() -> None:
     fit = step_fit(RUNS, TIMES)
     found = fit.fit()
-    for owner, name in (("ampere", "low_precision"), ("megatron", "experts"), ("eager", "context_exposed")):
+    for owner, name in (("ampere", "low_precision"), ("megatron", "shard_apart"), ("eager", "context_exposed")):
         place = fit.names.index((owner, name))
         assert found.theta[place] == pytest.approx(fit.centres[place], abs=2e-3)
 
@@ -77,7 +76,7 @@ def test_derivatives_are_those_of_one_coefficient_at_a_time() -> None:
     for place in range(len(theta)):
         moved = np.zeros_like(theta)
         moved[place] = 1e-5
-        change = (fit.predicted_logarithms(theta + moved) - fit.predicted_logarithms(theta - moved)) / 2e-5
+        change = np.log(fit.predicted_s(theta + moved) / fit.predicted_s(theta - moved)) / 2e-5
         assert slopes[:, place] == pytest.approx(change, abs=1e-3), fit.names[place]
 
 
@@ -107,8 +106,19 @@ def test_a_source_counts_with_the_root_of_its_rows() -> None:
     assert 0.02 < share < 0.5
 
 
-def test_the_fitted_coefficients_predict_what_the_fit_says() -> None:
-    fit = step_fit(RUNS, TIMES)
-    found = fit.fit()
-    again = step_times(fit.work, gather(found.software, [each for each, _ in RUNS])).step_time_s
-    assert np.log(again) - np.log(TIMES) == pytest.approx(found.residuals)
+def test_a_plan_grows_by_each_kind_of_work_and_by_nothing_that_it_lacks() -> None:
+    """Responses come from plans: what one device alone does is no message, and bfloat16 has no narrow products."""
+    shape = replace(GPT, layers=2, hidden=256, heads=4, key_value_heads=4, head_size=64, feed_forward=1024)
+    alone = replace(run(shape, stack="transformer_engine", micro_batch=2), hardware=load_profile("dgx-a100"))
+    eight = replace(run(shape, dp=8, stack="transformer_engine", micro_batch=2), hardware=load_profile("dgx-a100"))
+    found = responses([alone, eight], shipped_software())
+    by_name = dict(zip([work.name for work in WORK], found.response_s.T, strict=True))
+    for name in ("matmul", "memory", "launch", "optimizer", "step"):
+        assert (by_name[name] > 0).all(), name
+    assert by_name["low_precision"].tolist() == [0, 0]
+    assert by_name["pipeline_exposed"].tolist() == [0, 0]
+    assert by_name["inside"][0] == 0 < by_name["inside"][1]
+    # What every kind of work takes adds up to the step, but for what runs beside something else.
+    assert (found.response_s.sum(axis=1) < 1.2 * found.time_s).all()
+    own = shipped_software().coefficients.stacks["transformer_engine"]["step_overhead_s"]
+    assert by_name["step"] == pytest.approx(own, rel=1e-6)

@@ -11,8 +11,6 @@ import pytest
 from planner.cost.layered_parameters import LayeredCoefficients
 from planner.cost.stacks import Stack, family_of
 from planner.cost.training_run import LayeredNetwork, TrainingRun, TrainingSetup
-from planner.published.estimate.layered import lookup
-from planner.published.estimate.layered_work import parameters_of, predict_layered
 from planner.published.fitting_layered import (
     DEVICE_PRIORS,
     HOST_PRIORS,
@@ -22,6 +20,8 @@ from planner.published.fitting_layered import (
     predicted_logarithms,
     priors,
 )
+from planner.published.layered import lookup
+from planner.published.layered.prediction import parameters_of, predict_layered
 from planner.published.reading import MeasuredRow
 from simulator.profiles import load_profile
 from simulator.program import Kernel

@@ -21,10 +21,12 @@ from planner.cli.app import app
 from planner.cost.training_run import RunPrediction, TransformerShape
 from planner.planning.planning import plan_network
 from planner.plans.request import PlanRequest, read_pins
+from planner.published.aims import BY_LAYERS_ALONE
 from planner.published.commands import command_lines
+from planner.published.layered.prediction import BY_LAYERS
 from planner.published.pinned import NotPinnedError, pinned_run
 from planner.published.planned import Planner, Workplace, predict_planned
-from planner.published.predictions import RECOMPUTED
+from planner.published.predictions import RECOMPUTED, score
 from planner.published.reading import MeasuredRow, read_measurements
 from simulator.calibration import process
 from simulator.errors import InputError, MeshwrightError
@@ -172,19 +174,31 @@ def test_processes_that_are_stopped_or_die_leave_their_runs_to_this_one(
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_validate_shows_both_predictors_on_the_same_rows(tmp_path: Path) -> None:
+def test_validate_predicts_by_plans(tmp_path: Path) -> None:
     stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "2", "step_time_s": "0.1"}
     path = write_measurements(tmp_path / "rows.csv", stated)
-    out = tmp_path / "predictions.csv"
-    result = CliRunner().invoke(app, ["validate", str(path), "--path", "both", "--out", str(out), "--json"])
+    result = CliRunner().invoke(app, ["validate", str(path), "--json"])
     assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    assert document["all"]["predicted"] == document["plan"]["all"]["predicted"] == 1
-    header, _ = out.read_text().splitlines()
-    assert header.startswith("row_id,status,predicted_step_time_s")
-    assert "planned_predicted_step_time_s" in header.split(",")
-    alone = CliRunner().invoke(app, ["validate", str(path), "--path", "plan", "--json"])
-    assert json.loads(alone.stdout)["all"]["time_mean"] == document["plan"]["all"]["time_mean"]
+    (row,) = json.loads(result.stdout)["rows"]
+    (run,) = (row.run for row in read_measurements(path))
+    assert run is not None
+    (told,) = predict_planned([run])
+    assert isinstance(told, RunPrediction)
+    assert row["predicted_step_time_s"] == pytest.approx(told.step_time_s)
+
+
+def test_networks_without_a_plan_are_predicted_by_their_layers(tmp_path: Path) -> None:
+    stated = {
+        "model": "vgg16", "arch": "Classification", "n_layers": "", "hidden": "", "n_heads": "", "seq_len": "",
+        "tp": "", "pp": "", "framework": "PyTorch", "micro_batch": "8",
+    }  # fmt: skip
+    rows = read_measurements(write_measurements(tmp_path / "rows.csv", stated))
+    outcomes = predict_planned([row.run for row in rows if row.run is not None])
+    (row,) = score(rows, outcomes)
+    assert (row.status, row.group) == ("ok", BY_LAYERS_ALONE)
+    assert BY_LAYERS in row.reason
+    _, command = command_lines(rows, outcomes, tmp_path / "commands.csv")
+    assert command == f"{row.row_id},\n"
 
 
 @pytest.mark.parametrize(
@@ -251,14 +265,6 @@ def test_the_command_of_a_row_gives_its_prediction(tmp_path: Path) -> None:
     assert [[option in row["command"] for option in options] for _, row in pairs[1:]] == [
         [True, False, False], [False, False, True], [False, True, False],
     ]  # fmt: skip
-
-
-def test_commands_are_those_of_pinned_plans(tmp_path: Path) -> None:
-    path = write_measurements(tmp_path / "rows.csv", {})
-    arguments = ["validate", str(path), "--path", "estimate", "--commands", str(tmp_path / "commands.csv")]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert "--path both" in " ".join(result.output.split())
 
 
 DRAWN = 10

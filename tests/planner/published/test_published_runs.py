@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import planner.networks.quartznet as quartznet_module
-from planner.published.estimate.layered.sequence import padded_frames, quartznet
+from planner.published.layered.sequence import padded_frames, quartznet
 from planner.published.pinned import PinnedRun, pinned_run
 from planner.published.reading import MeasuredRow, read_measurements
 from simulator.program import CONVOLUTIONS

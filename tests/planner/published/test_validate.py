@@ -4,41 +4,48 @@ from __future__ import annotations
 
 import csv
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import hw_profiles
-import planner.cli.validate
+import planner.published.fitting
+import planner.published.planned
 from planner.cli.app import app
-from planner.cost.software_file import parse_software, shipped_software
+from planner.cost.software_file import SoftwareFile, parse_software
 from planner.cost.training_run import RunPrediction, TrainingRun
-from planner.published.calibrating import calibrate_steps
+from planner.published.calibrating import calibrate_steps, planned_folds
 from planner.published.calibration_files import write_calibration
-from planner.published.predictions import COLUMNS, prediction_lines, score
+from planner.published.predictions import COLUMNS, RunFailedError, prediction_lines, recomputing, score
 from planner.published.reading import read_measurements
-from simulator.errors import ProfileError
+from simulator.errors import InputError, MeshwrightError, ProfileError
 from simulator.profiles import check_profile
 from tests.measurements import write_measurements
 
 GIB = 2**30
 
 
-def predict(runs: Sequence[TrainingRun]) -> list[RunPrediction]:
-    """Seconds by tensor degree; a run on 24 devices cannot be predicted."""
-    if any(run.setup.devices == 24 for run in runs):
-        raise ProfileError("24 devices do not fit")
+def predict(
+    runs: Sequence[TrainingRun],
+    advance: Callable[[int], None] | None = None,
+    cores: int = 0,
+    software: Sequence[SoftwareFile | None] = (),
+) -> list[RunPrediction | MeshwrightError]:
+    """Seconds by tensor degree and by the device's factor on products; a run on 24 devices cannot be predicted."""
+    if advance is not None:
+        advance(len(runs))
+    files = software or [None] * len(runs)
     return [
-        RunPrediction(
-            step_time_s=2.0 + run.setup.tp / 4, interval_s=(2.0, 3.0), label="interpolated",
-            peak_memory_bytes=run.setup.micro_batch * 10.0 * GIB, fits=run.setup.micro_batch < 8,
-            breakdown={"compute_s": 2.0}, memory={},
+        ProfileError("24 devices do not fit")
+        if run.setup.devices == 24
+        else RunPrediction(
+            step_time_s=(2.0 + run.setup.tp / 4) * (file.coefficients.devices[run.family]["matmul"] if file else 1.0),
+            interval_s=(2.0, 3.0), label="interpolated", peak_memory_bytes=run.setup.micro_batch * 10.0 * GIB,
+            fits=run.setup.micro_batch < 8, breakdown={"compute_s": 2.0}, memory={},
         )
-        for run in runs
+        for run, file in zip(runs, files, strict=True)
     ]  # fmt: skip
 
 
@@ -46,7 +53,8 @@ def predict(runs: Sequence[TrainingRun]) -> list[RunPrediction]:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(planner.cli.validate, "_predictor", lambda: predict)
+    for module in (planner.published.planned, planner.published.fitting):
+        monkeypatch.setattr(module, "predict_planned", predict)
 
 
 def run(*arguments: str) -> Result:
@@ -153,37 +161,25 @@ def test_wrong_rows_are_still_written(tmp_path: Path) -> None:
     assert "error" in (tmp_path / "p.csv").read_text(encoding="utf-8")
 
 
-def test_one_row_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
-    def fail(runs: Sequence[TrainingRun]) -> list[RunPrediction]:
-        if any(run.setup.tp == 4 for run in runs):
-            raise ZeroDivisionError("division by zero")
-        found = predict(runs)
-        return [replace(one, step_time_s=math.nan) if run.setup.tp == 1 else one
-                for run, one in zip(runs, found, strict=True)]  # fmt: skip
-
-    rows = read_measurements(write_measurements(tmp_path / "m.csv", {}, {"tp": "4"}, {"tp": "1"}, {}))
-    scores = score(rows, fail)
-    assert [row.status for row in scores] == ["ok", "error", "error", "ok"]
+def test_a_failure_of_ours_is_an_error_and_a_missing_plan_is_not(tmp_path: Path) -> None:
+    rows = read_measurements(write_measurements(tmp_path / "m.csv", {}, {"tp": "4"}, {"tp": "1"}))
+    good = predict([row.run for row in rows[:1] if row.run is not None])
+    scores = score(rows, [*good, RunFailedError("ZeroDivisionError: by zero"), InputError("no plan keeps all pins")])
+    assert [row.status for row in scores] == ["ok", "error", "skipped"]
     assert "ZeroDivisionError" in scores[1].reason
-    assert "no prediction" in scores[2].reason
 
 
 def test_tuned_run_that_does_not_say_may_recompute(tmp_path: Path) -> None:
-    def full(runs: Sequence[TrainingRun]) -> list[RunPrediction]:
-        return [replace(one, fits=False) for one in predict(runs)]
-
     tuned = {"framework": "NeMo", "recompute_kind": ""}
     rows = read_measurements(write_measurements(tmp_path / "m.csv", {}, tuned, {**tuned, "recompute_kind": "none"}))
-    scores = score(rows, full)
-    assert [row.predicted_outcome for row in scores] == ["oom", "ok", "oom"]
-    assert "full recomputation" in scores[1].reason
+    runs = [row.run for row in rows if row.run is not None]
+    assert [recomputing(run) is not None for run in runs] == [False, True, False]
 
 
 def test_scores_say_how_far_they_are(tmp_path: Path) -> None:
     rows = read_measurements(write_measurements(tmp_path / "m.csv", *ROWS))
-    done: list[int] = []
-    scores = score(rows, predict, done.append)
-    assert sum(done) == len(rows) == len(scores)
+    scores = score(rows, predict([row.run for row in rows if row.run is not None]))
+    assert len(rows) == len(scores)
     assert scores[0].measured_step_time_s == 2.5
     assert scores[4].measured_step_time_s is None
     assert len(list(prediction_lines(scores))) == len(rows) + 1
@@ -208,7 +204,7 @@ def test_calibration_writes_software_and_profiles(tmp_path: Path) -> None:
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "dgx-a100.yaml").write_bytes(shipped.read_bytes())
     write_measurements(tmp_path / "m.csv", *({"tp": tp, "source": name} for tp in ("1", "2") for name in ("a", "b")))
-    calibration = calibrate_steps(read_measurements(tmp_path / "m.csv"))
+    calibration = calibrate_steps(planned_folds(read_measurements(tmp_path / "m.csv")))
     written = write_calibration(calibration, tmp_path / "profiles")
     assert [path.name for path in written] == ["training.yaml", "dgx-a100.yaml"]
     software = parse_software(written[0].read_text(encoding="utf-8"), "training.yaml")
@@ -216,7 +212,6 @@ def test_calibration_writes_software_and_profiles(tmp_path: Path) -> None:
     assert {name: dict(values) for name, values in software.coefficients.stacks.items()} == {
         name: pytest.approx(dict(values), rel=1e-3) for name, values in found.stacks.items()
     }
-    assert software.coefficients.plans == shipped_software().coefficients.plans
     hardware = check_profile(str(written[1]))
     fitted = {name: value for name, value in hardware.training.items() if not name.startswith("planned_")}
     assert fitted == pytest.approx(dict(found.devices["ampere"]), rel=1e-3)

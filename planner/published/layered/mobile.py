@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.estimate.layered.builder import NetworkBuilder, divisible
+from planner.published.layered.builder import NetworkBuilder, divisible
 
 CLASSES = 1000
 

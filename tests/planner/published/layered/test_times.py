@@ -18,16 +18,16 @@ from planner.cost.training_run import (
     TrainingSetup,
     TransformerShape,
 )
-from planner.published.estimate.layered import lookup
-from planner.published.estimate.layered.builder import NetworkBuilder
-from planner.published.estimate.layered_table import LayeredTable, bytes_per_cycle, layered_times
-from planner.published.estimate.layered_work import (
+from planner.published.layered import lookup
+from planner.published.layered.builder import NetworkBuilder
+from planner.published.layered.prediction import (
     layered_memory,
     parameter_columns,
     parameters_of,
     predict_layered,
     typical_batch,
 )
+from planner.published.layered.table import LayeredTable, bytes_per_cycle, layered_times
 from simulator.errors import InputError
 from simulator.profiles import load_profile
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.estimate.layered import (
+from planner.published.layered import (
     branched,
     detection,
     mobile,
@@ -17,7 +17,7 @@ from planner.published.estimate.layered import (
     tokens,
     yolo,
 )
-from planner.published.estimate.layered.residual import ResidualForm
+from planner.published.layered.residual import ResidualForm
 from simulator.program import Kernel
 
 Match = re.Match[str]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.estimate.layered.builder import NetworkBuilder
-from planner.published.estimate.layered.residual import DEPTHS, ResidualForm, bottleneck, stem
+from planner.published.layered.builder import NetworkBuilder
+from planner.published.layered.residual import DEPTHS, ResidualForm, bottleneck, stem
 
 UNET_WIDTHS = (64, 128, 256, 512, 1024)
 

@@ -1,6 +1,6 @@
 """Step time and memory of data-parallel training of networks that are described layer by layer.
 
-`planner.published.estimate.layered_table` times the steps; here is what they depend on, and which run takes which
+`planner.published.layered.table` times the steps; here is what they depend on, and which run takes which
 value.
 """
 
@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from planner.cost.layered_parameters import USUAL_BALANCE, USUAL_REACH, LayeredCoefficients, LayeredParameters
-from planner.cost.stacks import Stack, family_of
-from planner.cost.training_run import LayeredNetwork, TrainingRun
-from planner.published.estimate.coefficients import stack_key
-from planner.published.estimate.layered_table import (
+from planner.cost.memory.device import peak_memory
+from planner.cost.software_file import SoftwareFile
+from planner.cost.stacks import Stack
+from planner.cost.training_run import LayeredNetwork, RunPrediction, TrainingRun
+from planner.published.layered.table import (
     FloatArray,
     LayeredTable,
     bytes_per_cycle,
@@ -29,6 +30,7 @@ from planner.published.estimate.layered_table import (
 )
 from simulator.hardware import Hardware
 
+BY_LAYERS = "predicted by the layers of the network, for no plan expresses the run"
 _WORKSPACE_SHARE = 0.25
 """Convolution workspaces and what the allocator cannot fill, over kept activations: ResNet-50 of FlagPerf on A100."""
 _MOSAIC = "mosaic image"
@@ -53,15 +55,15 @@ class LayeredEstimate:
 
 def parameters_of(coefficients: LayeredCoefficients, run: TrainingRun) -> LayeredParameters:
     """Parameters of `run`; what nobody fitted is neutral."""
-    device = dict(coefficients.devices.get(family_of(run.hardware.device_name), {}))
-    stack = dict(coefficients.stacks.get(stack_key(run), {}))
+    device = dict(coefficients.devices.get(run.family, {}))
+    stack = dict(coefficients.stacks.get(run.stack_key, {}))
     for name in ("products", "memory", "grouped", "kernel_s"):
         device[name] = device.get(name, getattr(_NEUTRAL, name)) * stack.pop(name, 1.0)
     device["products"] *= (USUAL_BALANCE / flops_per_element(run)) ** device.pop("balance", 0.0)
     untuned = device.pop("untuned", 1.0)
     device["products"] = min(device["products"], 1.0) * (untuned if run.setup.untuned_convolutions else 1.0)
     reach = device.pop("reach", 0.0)
-    if not family_of(run.hardware.device_name).startswith("ascend"):
+    if not run.family.startswith("ascend"):
         device["memory"] *= (USUAL_REACH / bytes_per_cycle(run.hardware)) ** reach
     planes = device.pop("planes", _NEUTRAL.casts)
     if product_kind(run) == "tf32":
@@ -73,9 +75,9 @@ def parameters_of(coefficients: LayeredCoefficients, run: TrainingRun) -> Layere
     if run.setup.plain_graph:
         stack["unfused"] = 1.0
     stack["launch_s"] = stack.get("launch_s", _NEUTRAL.launch_s) * device.pop("launch", 1.0)
-    if family_of(run.hardware.device_name) != _ON_AI_CPU:
+    if run.family != _ON_AI_CPU:
         stack.pop("boxes_s", None)
-    if family_of(run.hardware.device_name) != _ON_AI_CPU or run.setup.graph_engine:
+    if run.family != _ON_AI_CPU or run.setup.graph_engine:
         stack.pop("gates_s", None)
     host = {}
     for name in [name for name in stack if name.startswith("host_")]:
@@ -103,6 +105,23 @@ def predict_layered(run: TrainingRun, parameters: LayeredParameters) -> LayeredE
     breakdown = {part: float(seconds[0]) for part, seconds in parts.items()}
     memory = layered_memory(run, data_parallel_network(run))
     return LayeredEstimate(step_time_s=sum(breakdown.values()), breakdown=breakdown, memory=memory)
+
+
+def predict_by_layers(run: TrainingRun, software: SoftwareFile) -> RunPrediction:
+    """Time and memory of a run that no plan expresses, by the layers of its network."""
+    told, memory = predict_layered(run, parameters_of(software.layered, run)), peak_memory(run)
+    interval, label = software.interval(*run.interval_key)
+    return RunPrediction(
+        step_time_s=told.step_time_s,
+        interval_s=(told.step_time_s * interval.low, told.step_time_s * interval.high),
+        label=label,
+        peak_memory_bytes=memory.reserved_bytes,
+        fits=memory.fits,
+        breakdown=told.breakdown,
+        memory=memory.fullest.components(),
+        memory_figures={str(kind): value for kind, value in memory.figures().items()},
+        notes=(BY_LAYERS,),
+    )
 
 
 def layered_memory(run: TrainingRun, network: LayeredNetwork) -> dict[str, float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.estimate.layered.builder import NetworkBuilder
-from planner.published.estimate.layered.residual import CLASSES, DEPTHS, ResidualForm, basic_block, bottleneck
+from planner.published.layered.builder import NetworkBuilder
+from planner.published.layered.residual import CLASSES, DEPTHS, ResidualForm, basic_block, bottleneck
 
 Kernels = int | tuple[int, int]
 Branch = Sequence[tuple[int, Kernels] | tuple[int, Kernels, int]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.published.estimate.layered import lookup, lookup_by_parameters, sequence
-from planner.published.estimate.layered.builder import NetworkBuilder, divisible
-from planner.published.estimate.layered.lookup import PUBLISHED, plain_name
-from planner.published.estimate.layered_table import layer_arrays
+from planner.published.layered import lookup, lookup_by_parameters, sequence
+from planner.published.layered.builder import NetworkBuilder, divisible
+from planner.published.layered.lookup import PUBLISHED, plain_name
+from planner.published.layered.table import layer_arrays
 from simulator.program import Kernel
 
 # Millions of parameters as torchvision, timm, Ultralytics or the papers publish them.

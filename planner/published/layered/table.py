@@ -149,7 +149,7 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
     Parameters
     ----------
     columns
-        Parameters (N,) by the names of `planner.published.estimate.layered_work.LayeredParameters`; ``host_s`` is the
+        Parameters (N,) by the names of `planner.published.layered.prediction.LayeredParameters`; ``host_s`` is the
         time of a sample of the run's kind.
     """
     forward, backward, kernels, gradient_kernels = _passes(table, columns)

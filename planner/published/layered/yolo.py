@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.estimate.layered.builder import NetworkBuilder
+from planner.published.layered.builder import NetworkBuilder
 
 SAMPLE = "mosaic image"
 USUAL_SIDE = 640

@@ -12,7 +12,7 @@ from planner.cost.memory.device import training_memory
 from planner.cost.memory_traits import traits_of
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import OptimizerSharding
-from tests.planner.published.estimate.test_memory import LLAMA_7B, llama, run
+from tests.planner.cost.test_memory import LLAMA_7B, llama, run
 
 
 def test_functions_warm_up_on_whole_sequences_before_the_model_is_made() -> None:

@@ -11,7 +11,7 @@ from planner.cost.memory.device import training_memory
 from planner.cost.memory_traits import PLAIN_LOSS_BYTES, SUB_GROUP_ELEMENTS, traits_of
 from planner.cost.stacks import Stack
 from planner.cost.training_run import OptimizerSharding, TrainingRun, TrainingSetup
-from tests.planner.published.estimate.test_memory import A100, gpt, run
+from tests.planner.cost.test_memory import A100, gpt, run
 
 
 @pytest.mark.parametrize(

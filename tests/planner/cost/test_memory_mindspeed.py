@@ -8,7 +8,7 @@ import pytest
 
 from planner.cost.memory.device import training_memory
 from planner.cost.stacks import AttentionKernel, Stack
-from tests.planner.published.estimate.test_memory import LLAMA_7B, run
+from tests.planner.cost.test_memory import LLAMA_7B, run
 
 TOKENS = LLAMA_7B.sequence_length
 

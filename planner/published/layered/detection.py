@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.estimate.layered.builder import NetworkBuilder
-from planner.published.estimate.layered.mobile import efficientnet_body, mobilenet_v1_body, mobilenet_v2_body
-from planner.published.estimate.layered.residual import DEPTHS, ResidualForm, bottleneck, stem
+from planner.published.layered.builder import NetworkBuilder
+from planner.published.layered.mobile import efficientnet_body, mobilenet_v1_body, mobilenet_v2_body
+from planner.published.layered.residual import DEPTHS, ResidualForm, bottleneck, stem
 
 SAMPLE = "annotated image"
 COCO_CLASSES = 81

@@ -12,7 +12,7 @@ from planner.cost.memory_traits import traits_of
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import TrainingSetup
 from simulator.profiles import load_profile
-from tests.planner.published.estimate.test_memory import llama, run
+from tests.planner.cost.test_memory import llama, run
 
 GIB, MIB = 2**30, 2**20
 

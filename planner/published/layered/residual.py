@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.estimate.layered.builder import NetworkBuilder
+from planner.published.layered.builder import NetworkBuilder
 
 CLASSES = 1000
 DEPTHS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.estimate.layered.builder import NetworkBuilder
-from planner.published.estimate.layered.mobile import inverted
+from planner.published.layered.builder import NetworkBuilder
+from planner.published.layered.mobile import inverted
 
 CLASSES = 1000
 SAMPLE = "augmented image"

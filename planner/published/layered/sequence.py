@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.estimate.layered.builder import NetworkBuilder
+from planner.published.layered.builder import NetworkBuilder
 from simulator.program import Kernel
 
 UTTERANCE_FRAMES = 1632

@@ -1,1 +1,0 @@
-"""Step time and memory of a training run from its configuration alone: network sizes, plan, software, hardware."""
