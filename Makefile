@@ -90,7 +90,7 @@ lock:
 audit:
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/python -m pip install --quiet pip-audit
-	build/audit/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock
+	build/audit/bin/pip-audit --strict --require-hashes --disable-pip --requirement requirements.lock
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -m "slow or not slow"

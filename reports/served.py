@@ -220,7 +220,11 @@ def server(port: int, served: Served) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             host = (self.headers.get("Host") or "").rpartition(":")[0] or (self.headers.get("Host") or "")
-            address = urlsplit(self.path)
+            try:
+                address = urlsplit(self.path)
+            except ValueError as error:
+                self._answer(HTTPStatus.BAD_REQUEST, str(error))
+                return
             if host not in (LOOPBACK, "localhost"):
                 self._answer(HTTPStatus.FORBIDDEN, "use the address that meshwright serve prints")
             elif address.path != "/" or len(self.path) > MOST_LETTERS:

@@ -49,12 +49,19 @@ def load(key: str) -> OperatorGraph | None:
     if place is None:
         return None
     try:
-        graph = graph_from_json(json.loads((place / f"{key}.json").read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        digest, _, content = (place / f"{key}.json").read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    if digest != _digest(content):
         return None
     with suppress(OSError):
         os.utime(place / f"{key}.json")
-    return graph
+    return graph_from_json(json.loads(content))
+
+
+def _digest(content: bytes) -> bytes:
+    """The first line of a file, as JSON: what follows is what was written."""
+    return json.dumps(hashlib.sha256(content).hexdigest()).encode()
 
 
 def store(key: str, graph: OperatorGraph) -> None:
@@ -64,7 +71,8 @@ def store(key: str, graph: OperatorGraph) -> None:
         return
     try:
         place.mkdir(parents=True, exist_ok=True)
-        write_whole(place / f"{key}.json", json.dumps(graph_to_json(graph), separators=(",", ":")))
+        content = json.dumps(graph_to_json(graph), separators=(",", ":")).encode()
+        write_whole(place / f"{key}.json", _digest(content) + b"\n" + content)
         _forget_oldest(place)
     except (OSError, InputError):
         return

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache as once
+from http.server import ThreadingHTTPServer
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
 import yaml
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import planner.networks.hugging_face_modules  # noqa: F401 the first import of transformers takes seconds
 from planner.cli.config import PlanSettings, with_config
@@ -22,9 +36,12 @@ from planner.cost.software_file import parse_software
 from planner.exchange.checking import read_file
 from planner.exchange.formats import rounded
 from planner.exchange.registry import FORMATS
-from planner.execution.checkpoints.record import RECORD, CheckpointRecord, read_record
+from planner.execution.checkpoints.checkpoint import METADATA, check_undamaged
+from planner.execution.checkpoints.record import RECORD, CheckpointRecord, read_record, write_record
 from planner.execution.data.formats import read_idx
 from planner.execution.data.token_files import read_tokens
+from planner.graph import cache
+from planner.graph.scaling import at_batch
 from planner.networks import load_network
 from planner.plans.file import plan_to_text, read_strategy
 from planner.plans.hints import load_hints
@@ -32,9 +49,11 @@ from planner.plans.request import PlanRequest, read_pins
 from planner.plans.rule_text import rule_from_text
 from planner.published.measurement_file import read_rows
 from planner.what_if.journal import read as read_journal
+from reports.served import Served, State, server
 from simulator.calibration.from_run import correct_profile, read_run
 from simulator.calibration.measurement_files import read_measurements
 from simulator.cluster_files import infragraph
+from simulator.errors import InputError
 from simulator.hardware import describe
 from simulator.profile_new import new_profile
 from simulator.profiles import check_profile, load_cluster, load_profile, write_profile
@@ -62,7 +81,7 @@ def _text(*texts: str) -> Callable[[], list[bytes]]:
     return lambda: [text.encode() for text in texts]
 
 
-@cache
+@once
 def _profile() -> dict[str, Any]:
     """A shipped profile with what must be there, and one of each part that may."""
     data: dict[str, Any] = yaml.safe_load((resources.files("hw_profiles") / "dgx-a100.yaml").read_text())
@@ -111,12 +130,83 @@ def _record(path: Path) -> object:
     return read_record(path.parent)
 
 
-def _records() -> list[bytes]:
-    record = CheckpointRecord(
+def _record_of_three() -> CheckpointRecord:
+    return CheckpointRecord(
         step=3, samples=24, network="zoo:mlp", fingerprint="f", optimizer="adamw", learning_rate=1e-3, precision="fp32",
         global_batch=8, data=None, seed=0, devices=2,
     )  # fmt: skip
-    return [record.model_dump_json().encode()]
+
+
+def _records() -> list[bytes]:
+    return [_record_of_three().model_dump_json().encode()]
+
+
+def _index(path: Path) -> None:
+    path.rename(path.with_name(METADATA))
+    write_record(path.with_name(RECORD), _record_of_three())
+    check_undamaged(path.parent)
+
+
+def _indices() -> list[bytes]:
+    def index(*sizes: int) -> Metadata:
+        chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(sizes)), sizes=torch.Size(sizes))
+        entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(sizes), [chunk])
+        place = MetadataIndex("w", chunk.offsets, 0)
+        return Metadata({"w": entry}, storage_data={place: _StorageInfo(RECORD, 0, 1)})
+
+    return [pickle.dumps(index(*sizes), protocol) for sizes in ((), (4, 3)) for protocol in (2, 4)]
+
+
+def _graph(path: Path) -> object:
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(path.parent), cache.SWITCH: ""}):
+        kept = path.parent / "meshwright"
+        kept.mkdir(exist_ok=True)
+        path.replace(kept / "input.json")
+        return at_batch(graph, 2) if (graph := cache.load("input")) else None
+
+
+def _graphs() -> list[bytes]:
+    with TemporaryDirectory() as folder, patch.dict(os.environ, {"XDG_CACHE_HOME": folder, cache.SWITCH: ""}):
+        cache.store("input", load_network("zoo:mlp").capture())
+        return [path.read_bytes() for path in Path(folder).rglob("input.json")]
+
+
+class _Connection:
+    """A client that has sent all it sends, and does not look at the answer."""
+
+    def __init__(self, sent: bytes) -> None:
+        self._sent = sent
+
+    def makefile(self, *_: object) -> BytesIO:
+        return BytesIO(self._sent)
+
+    def settimeout(self, seconds: float) -> None:
+        pass
+
+    def sendall(self, answer: bytes) -> None:
+        pass
+
+
+class _Unplanned(Served):
+    """Reads what a page asks for and plans nothing."""
+
+    def page(self, state: State) -> tuple[str, bool]:
+        try:
+            state.request(self.networks, self.profiles)
+        except InputError as error:
+            return str(error), False
+        return state.link(), True
+
+
+@once
+def _server() -> ThreadingHTTPServer:
+    return server(0, _Unplanned.with_shipped())
+
+
+def _requests() -> list[bytes]:
+    asked = "/?network=zoo%3Amlp&hw=dgx-a100&devices=16&global_batch=64&seq_len=8&precision=bf16&pins=tp%3D2+pp%3D1"
+    head = "Host: 127.0.0.1:8765\r\nConnection: keep-alive\r\nContent-Length: 0\r\n\r\n"
+    return [f"GET {path} HTTP/1.1\r\n{head}".encode() for path in (asked, "/", "/other", "http://[::1]:8765/")]
 
 
 def _npy() -> list[bytes]:
@@ -245,6 +335,12 @@ PARSERS: dict[str, Parser] = {
     "measurements": Parser(read=read_rows, seeds=lambda: _measured(), file="rows.csv"),
     "table": Parser(read=lambda path: read_measurements(path, ["m", "time_ms"]), seeds=_text(TABLE), file="table.csv"),
     "run": Parser(read=_correct, seeds=_run_seeds, file="run.json"),
+    "index": Parser(read=_index, seeds=_indices),
+    "graph": Parser(read=_graph, seeds=_graphs),
+    "request": Parser(
+        read=lambda path: _server().finish_request(_Connection(path.read_bytes()), ("127.0.0.1", 0)),  # type: ignore[arg-type]
+        seeds=_requests,
+    ),
     "record": Parser(read=_record, seeds=_records),
     "tokens": Parser(read=read_tokens, seeds=_npy, file="tokens.npy"),
     "images": Parser(read=read_idx, seeds=lambda: [b"\0\0\x08\x01\0\0\0\x05hello"], file="images"),
@@ -272,7 +368,5 @@ PARSERS: dict[str, Parser] = {
 
 
 def _measured() -> list[bytes]:
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as folder:
         return [write_measurements(Path(folder) / "rows.csv", {}, {"tp": "4"}).read_bytes()]

@@ -59,6 +59,13 @@ def test_a_truncated_file_is_ignored(place: Path, full_graph: Full) -> None:
     assert cache.load("key") is None
 
 
+def test_a_file_with_another_number_is_ignored(place: Path, full_graph: Full) -> None:
+    cache.store("key", full_graph("mlp"))
+    file = place / "key.json"
+    file.write_bytes(file.read_bytes().replace(b'"batch_size":1', b'"batch_size":0'))
+    assert cache.load("key") is None
+
+
 def test_the_files_used_last_are_kept(place: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "KEPT_FILES", 3)
     for key in ("a", "b", "c"):
