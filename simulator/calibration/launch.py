@@ -6,6 +6,7 @@ unpickles. Results come through a folder that only this user reads.
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -246,6 +248,7 @@ class _Workers:
         # The server inherits this: an interrupt in the midst of its imports would end it with a traceback. The tracker
         # comes first, because its start unblocks the signal.
         resource_tracker.ensure_running()
+        _leave_none_stopped()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self._size):
@@ -316,6 +319,20 @@ class _Workers:
                 os.kill(pid, signal.SIGKILL)
             while process_state(pid) not in ("", "Z", "X"):  # multiprocessing takes its exit code itself
                 time.sleep(POLL_S / 10)
+
+
+@cache
+def _leave_none_stopped() -> None:
+    """At exit, kill helpers of multiprocessing that are stopped: they end with this process only while they run."""
+
+    def kill() -> None:
+        tracker: int | None = getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None)
+        for pid in (_server_pid(), tracker):
+            if pid is not None and process_state(pid) == "T":
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    atexit.register(kill)
 
 
 def _server_pid() -> int | None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from simulator.calibration.launch import ask_process, is_peer_failure, run_workers
 from simulator.errors import ExecutionError
+from tests.planner.execution.processes import wait_until_gone
 
 ROOT = Path(__file__).parents[3]
 SOON_S = 60
@@ -158,6 +160,33 @@ def test_workers_die_with_their_launcher(tmp_path):
     process.kill()
     process.communicate(timeout=SOON_S)
     assert_gone(tmp_path, 2)
+
+
+HELPER_STOPPED = """
+import os, signal, time
+from multiprocessing import resource_tracker
+from simulator.calibration.launch import run_workers
+from simulator.calibration.process import process_state
+
+run_workers(os.getpid, (), 1, module="os")
+helper = resource_tracker._resource_tracker._pid
+os.kill(helper, signal.SIGSTOP)
+while process_state(helper) != "T":
+    time.sleep(0.01)
+print(helper)
+"""
+
+
+@pytest.mark.slow
+def test_a_stopped_helper_does_not_outlive_its_command():
+    done = subprocess.run(
+        [sys.executable, "-c", HELPER_STOPPED], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=SOON_S
+    )
+    try:
+        assert wait_until_gone([int(done.stdout)], 10) == []
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(done.stdout), signal.SIGKILL)
 
 
 def test_peer_failures_are_told_from_own_ones():
