@@ -4,10 +4,10 @@
                                        [--results FILE.jsonl] [--out PAGE.md]
 
 Columns of the file are those of a Megatron-Bridge recipe: `recipe, model, task, gpus, hardware, precision`, degrees,
-batches, recomputation, layout and storage. Each recipe is planned twice in a process of its own, under a limit of
-processor time: with every choice that it makes pinned, and with none. Both are timed as Megatron-Bridge runs them and
-with what it can run alone. Counted is how many recipes are expressible, fit, and are beaten; rows that state no degrees
-are left out. ``--every`` takes every Nth recipe, ``--only`` those whose names contain one of some words. ``--results``
+batches, recomputation, layout and storage; a degree that it leaves out is 1. Each recipe is planned twice in a process
+of its own, under a limit of processor time: with every choice that it makes pinned, and with none. Both are timed as
+Megatron-Bridge runs them and with what it can run alone. Counted is how many recipes are expressible, fit, and are
+beaten. ``--every`` takes every Nth recipe, ``--only`` those whose names contain one of some words. ``--results``
 appends a line a recipe to a file and leaves out those that it has.
 """
 
@@ -43,6 +43,13 @@ _QWEN3 = {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_ex
 _LLAMA3 = {"num_key_value_heads": 8, "vocab_size": 128256}
 _SMALL_QWEN3 = ("qwen3_moe", _QWEN3 | {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
                                        "moe_intermediate_size": 768})  # fmt: skip
+_NANO = ("nemotron_h", {
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "hidden_size": 2688,
+    "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64,
+    "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "intermediate_size": 1856, "n_routed_experts": 128,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 3712, "vocab_size": 131072,
+})  # fmt: skip
 NETWORKS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama3_8b": ("llama", _LLAMA3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                                       "num_attention_heads": 32}),
@@ -52,13 +59,8 @@ NETWORKS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4_flash": ("deepseek_v4", {}),
     "glm51": ("glm_moe_dsa", {}),
     "gpt_oss_20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
-    "nemotron_3_nano": ("nemotron_h", {
-        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "hidden_size": 2688,
-        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64,
-        "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "intermediate_size": 1856, "n_routed_experts": 128,
-        "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1,
-        "moe_shared_expert_intermediate_size": 3712, "vocab_size": 131072,
-    }),
+    "nemotron_3_nano": _NANO,
+    "nemotron_3_5_lightning": _NANO,
     "nemotronh_56b": ("nemotron_h", {
         "hybrid_override_pattern": "M-M-M-M*" + "-M-M-M-M-M*" * 9 + "-M-M-M-M-M-", "hidden_size": 8192,
         "intermediate_size": 32768, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
@@ -239,7 +241,7 @@ def main() -> None:
     parser.add_argument("--out", default="", help="the page to write")
     given = parser.parse_args()
     with given.recipes.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["tp"] and _named(row, given.only)]
+        rows = [row for row in csv.DictReader(file) if _named(row, given.only)]
     known: dict[str, dict[str, Any]] = {}
     if given.results and given.results.is_file():
         known = {one["recipe"]: one for one in map(json.loads, given.results.read_text().splitlines())}

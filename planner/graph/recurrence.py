@@ -132,7 +132,8 @@ def _gradients(
 
 def _summed(gradient: Tensor, like: Tensor) -> Tensor:
     """Add the gradients of heads that share one."""
-    return gradient.unflatten(1, (like.shape[1], -1)).sum(2).to(like.dtype)
+    batch, heads = like.shape[:2]
+    return gradient.reshape(batch, heads, -1, *gradient.shape[2:]).sum(2).to(like.dtype)
 
 
 def recurrence_flops(key: Any, value: Any, rate: Any, chunk: int) -> float:
