@@ -135,12 +135,14 @@ class Configured:
         if not wanted and (pins.cp == 1 or pins.context_algorithm == "none" or self.sequence < LONG_SEQUENCE):
             return None
         found: dict[str, ContextAxis] = {}
+        refusals: list[UnsupportedError] = []
         for algorithm in ALGORITHMS:
             try:
                 found[algorithm] = self.decisions.context_axis(algorithm)
-            except UnsupportedError:
-                if wanted and pins.context_algorithm in (None, algorithm) and not found:
-                    raise
+            except UnsupportedError as error:
+                refusals += [error] * (pins.context_algorithm in (None, algorithm))
+        if wanted and refusals and not (found and pins.context_algorithm is None):
+            raise refusals[0]
         return found
 
     def model(self, hardware: Hardware | None = None, limit_bytes: float | None = None) -> StepModel:
