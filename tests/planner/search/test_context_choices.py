@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
+from planner.planning.planning import plan_network
+from planner.plans.request import PlanRequest
 from planner.search.problem.context_choices import context_choices
 from planner.search.problem.variables import Kind, decisions
 from planner.sharding.context import ALGORITHMS, Algorithm, context_axis
 from planner.sharding.placement import PARTIAL, REPLICATE
+from simulator.errors import UnsupportedError
 
 
 def network(name: str) -> OperatorGraph:
@@ -45,3 +51,23 @@ def test_choices_are_those_of_the_variable_where_it_has_them() -> None:
         if choice not in variable.choices:
             kinds = {graph.nodes[node].kernel for node in variable.nodes}
             assert variable.kind is Kind.INPUT or kinds & {"view", "attention"}, variable
+
+
+def test_a_window_is_cut_by_all_to_all_where_a_ring_cannot(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512,
+        "sliding_window": 128, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    def request(**pins: str) -> PlanRequest:
+        return PlanRequest(
+            network=f"hf:{tmp_path}", hardware="dgx-h100", devices=4, global_batch=4, sequence_length=1024,
+            pins={"cp": "2", **pins}, top=1, sensitivity=False,
+        )  # fmt: skip
+
+    (best,) = plan_network(request()).candidates
+    assert best.plan.context_algorithm == "all_to_all"
+    with pytest.raises(UnsupportedError, match="window"):
+        plan_network(request(context_algorithm="ring"))
