@@ -286,9 +286,6 @@ class TrainingSetup:
     """Experts' dispatcher sends a token to a node once, however many of its experts lie there (DeepEP)."""
     overlap_experts: bool = False
     """Messages to and from experts travel beside kernels of another micro-batch."""
-    separate_gate: bool = False
-    """Gate and inner values of a gated network are products apart, each with its own sum of input gradients over
-    ``tp``."""
     stage_recompute: tuple[tuple[int, int], ...] = ()
     """Layers that ``full`` and that ``selective`` recompute covers, of each pipeline rank; ``recompute`` then says
     nothing."""

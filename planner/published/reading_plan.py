@@ -79,7 +79,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         deterministic=words.functional_test(row),
         legacy_model=words.legacy_model(row), single_gate=used is Stack.MINDSPEED and words.leaves_gate_single(row),
         scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),
-        separate_gate=words.is_scaling(row), tokens_sent_once=words.sends_tokens_once(row),
+        tokens_sent_once=words.sends_tokens_once(row),
         overlap_experts=bool(re.search(r"1f1b overlap|a2a_ovlp|overlap[-_]moe[-_]expert", flags)),
         eager_kernels=0 < stated(row, "release", words.release(row)) < _LAZY_KERNELS, **memory_settings(row),
         fused_norm=words.fused_norm(row), single_norms=used is Stack.MINDSPEED and words.leaves_norms_single(row),
