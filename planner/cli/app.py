@@ -8,35 +8,73 @@ import os
 import signal
 import sys
 import traceback
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from planner.cli.budget import budget
-from planner.cli.calibrate import calibrate
-from planner.cli.check import check
-from planner.cli.execute import execute
-from planner.cli.explain import explain
-from planner.cli.export import export
-from planner.cli.networks import networks
-from planner.cli.plan import plan
-from planner.cli.profiles import profiles
-from planner.cli.serve import serve
-from planner.cli.simulate import simulate
-from planner.cli.software import software
 from planner.cli.terminal import DEBUG_KEY, DOCUMENTS
-from planner.cli.validate import validate
-from planner.cli.what_if import what_if
 from simulator.errors import InputError, MeshwrightError
 
+COMMANDS = {
+    "plan": "Find the fastest plan for a network on a cluster.",
+    "simulate": "Simulate one training step of a plan, task by task; with failures, a whole job.",
+    "what-if": "Find the best plan at each device count.",
+    "execute": "Train for real as a plan says.",
+    "calibrate": (
+        "Measure this machine and write its hardware profile, or fit the shipped profiles to published measurements."
+    ),
+    "validate": "Predict measured runs from their configurations alone, and say how far off the predictions are.",
+    "networks": "List the networks that are built in.",
+    "export": "Write a plan for the framework that trains with it, or as MindSpore's JSON strategy file.",
+    "check": (
+        "Check a configuration of another framework: is it legal, does it fit, how fast is it, what would be better."
+    ),
+    "budget": (
+        "Find how many devices a training needs, how long it takes and what it costs; two of the limits are given."
+    ),
+    "explain": "Say why a plan is not another one: the best plan under a pin beside it, task by task.",
+    "serve": (
+        "Serve a page that plans: network, hardware, devices and pins as controls, plans and the step as pictures."
+    ),
+    "profiles": "List, show, check and make hardware profiles; write rank tables.",
+    "software": "List and show the software that plans are predicted for.",
+}
+"""Commands in the order of ``--help``, each with what it says there; the first words of its own help are the same."""
 INTERNAL_ERROR = 1
 INTERRUPTED = 128 + signal.SIGINT
 READER_GONE = 128 + signal.SIGPIPE
 
 
 class ErrorBoundary(TyperGroup):
-    """Turns every error of a command into a message on stderr and an exit code."""
+    """Imports a command when it is asked for, and turns its errors into a message on stderr and an exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, or None where there is none of that name."""
+        if cmd_name in COMMANDS and cmd_name not in self.commands:
+            name = cmd_name.replace("-", "_")
+            found = getattr(import_module(f"planner.cli.{name}"), name)
+            if not isinstance(found, typer.Typer):
+                alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+                alone.command(name=cmd_name)(found)
+                found = alone
+            found.pretty_exceptions_enable = False
+            self.commands[cmd_name] = typer.main.get_command(found)
+            self.commands[cmd_name].name = cmd_name
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands without importing them."""
+        loaded, self.commands = self.commands, {n: TyperCommand(n, help=words) for n, words in COMMANDS.items()}
+        try:
+            super().format_commands(ctx, formatter)
+        finally:
+            self.commands = loaded
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; errors end here."""
@@ -146,9 +184,3 @@ def meshwright(
     Exit codes: 0 done, 1 internal error, 2 bad input or usage, 3 infeasible (no plan fits),
     4 execution failed or its losses differ.
     """
-
-
-for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export, check, budget, explain, serve):
-    app.command()(command)
-app.add_typer(profiles, name="profiles")
-app.add_typer(software, name="software")

@@ -9,7 +9,7 @@ import typer
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_out
 from planner.cli.terminal import Terminal
 
-profiles = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+profiles = typer.Typer(rich_markup_mode=None, invoke_without_command=True, add_completion=False)
 
 
 @profiles.callback()

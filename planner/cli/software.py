@@ -9,7 +9,7 @@ import typer
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
 from planner.cli.terminal import Terminal
 
-software = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+software = typer.Typer(rich_markup_mode=None, invoke_without_command=True, add_completion=False)
 
 
 @software.callback()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
@@ -56,9 +57,11 @@ def test_links_lead_to_files(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_and_options_exist(page: Path) -> None:
     group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    context = typer.Context(group)
     for line in COMMAND.findall(page.read_text(encoding="utf-8")):
         words = line.partition("#")[0].split()[1:]
-        command = getattr(group, "commands", {}).get(words[0])
+        command = group.get_command(context, words[0])
         assert command is not None, line
         inner = getattr(command, "commands", None)
         if inner is not None and len(words) > 1 and words[1] in inner:

@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
 
 import planner.cli
+from planner.cli.app import COMMANDS as LISTED
 from planner.cli.app import app
 from planner.planning import planning
 from planner.plans.file import read_strategy, write_plan
@@ -478,3 +481,13 @@ def test_tables_fit_their_width(width: int) -> None:
     assert "…" not in text
     for words in ("80.0–130 ms", "328 k", "20 % slower: more", "no plan for 8 devices", "4 × 2", "strategy.json"):
         assert words in text
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    command = group.get_command(typer.Context(group), name)
+    assert command is not None
+    assert command.help is not None
+    assert " ".join(command.help.partition("\n\n")[0].split()) == LISTED[name]
