@@ -42,18 +42,23 @@ class Aim:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
+TIME_LIMITS = {
+    TRANSFORMERS: 0.06, IN_PART: 0.13, FSDP: 0.09, EXPERTS: 0.14, LOW_PRECISION: 0.10, ADAPTERS: 0.15, ASCEND: 0.14,
+    CONVOLUTIONAL: 0.10,
+}  # fmt: skip
+"""Mean absolute errors of step times, by group."""
 AIMS = (
     *(
         Aim(name="time, mean absolute error", group=group, figure="time_mean", high=limit)
-        for group, limit in ((TRANSFORMERS, 0.06), (ASCEND, 0.10), (CONVOLUTIONAL, 0.10), (FSDP, 0.10))
+        for group, limit in TIME_LIMITS.items()
     ),
     Aim(name="time, bias", group=EVERYTHING, figure="time_bias", low=-0.02, high=0.02),
     Aim(name="measured inside the 90 % interval", group=EVERYTHING, figure="inside_interval", low=0.85, high=0.95),
     Aim(name="memory, mean absolute error", group=EVERYTHING, figure="memory_mean", high=0.03),
-    Aim(name="out of memory, recall", group=EVERYTHING, figure="oom_recall", low=0.95),
-    Aim(name="out of memory, precision", group=EVERYTHING, figure="oom_precision", low=0.90),
-    Aim(name="regret of the plan ranked first", group=EVERYTHING, figure="regret", high=0.02),
-    Aim(name="rows with a prediction", group=ALL_TRANSFORMERS, figure="coverage", low=0.90),
+    Aim(name="out of memory, recall", group=EVERYTHING, figure="oom_recall", low=0.96),
+    Aim(name="out of memory, precision", group=EVERYTHING, figure="oom_precision", low=0.91),
+    Aim(name="regret of the plan ranked first", group=EVERYTHING, figure="regret", high=0.015),
+    Aim(name="rows with a prediction", group=ALL_TRANSFORMERS, figure="coverage", low=0.95),
 )
 
 
