@@ -55,7 +55,7 @@ class ErrorBoundary(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, or None where there is none of that name."""
+        """Return the command of this name, or None."""
         if cmd_name in COMMANDS and cmd_name not in self.commands:
             name = cmd_name.replace("-", "_")
             found = getattr(import_module(f"planner.cli.{name}"), name)

@@ -266,14 +266,14 @@ def norms_of(software: str, norms: str) -> str:
     return FUSED_NORMS if traits_of(software_named(software).stack).fused_rms_norm else ""
 
 
-def _copies_around_convolutions(stack: Stack) -> float:
+def _copies_around_convolutions(stack: Stack, file: SoftwareFile) -> float:
     """How often what convolutions move is copied around them, as whole steps of vision networks have it (``casts``).
 
     Only PyTorch without a compiler leaves channels in front unless told otherwise (``memory_format``).
     """
     if stack is not Stack.EAGER:
         return 0.0
-    return software_in_use().layered.stacks.get(str(stack), {}).get("casts", 0.0)
+    return file.layered.stacks.get(str(stack), {}).get("casts", 0.0)
 
 
 def as_run_by(hardware: Hardware, software: str) -> Hardware:
@@ -310,7 +310,7 @@ def _as_run_by(hardware: Hardware, software: str, file: SoftwareFile) -> Hardwar
         training[SEND_STALL] = own["pipeline_exposed"]
     if known.single_gathers and "shard_apart" in own:
         training[SHARDED] = own["shard_apart"]
-    copies = _copies_around_convolutions(stack)
+    copies = _copies_around_convolutions(stack, file)
     if copies and not on_ascend:
         # The factor on convolutions is of runs that have no copies.
         training[COPIES] = copies / training.get("planned_convolution", training.get("convolution", 1.0))

@@ -332,7 +332,7 @@ class TrainingRun:
 
     @property
     def interval_key(self) -> tuple[str, str, str]:
-        """What intervals of runs are told apart by: kind of network, family of the device, stack."""
+        """The key of its interval: kind of network, device family, stack."""
         kind = "transformer" if isinstance(self.network, TransformerShape) else "layered"
         return kind, self.family, self.stack_key
 

@@ -135,14 +135,14 @@ class Folds:
         return replace(self._before, coefficients=known, layered=layered if self._layered else self._before.layered)
 
 
-def planned_folds(rows: Sequence[MeasuredRow], *, most: int = MOST_ROWS) -> Folds:
-    """Plan at most so many of the transformers of each source, evenly chosen, a dozen times each, and fit them."""
+def planned_folds(rows: Sequence[MeasuredRow]) -> Folds:
+    """Plan at most `MOST_ROWS` transformers of each source, evenly chosen, a dozen times each, and fit them."""
     taught = [row for row in rows if usable(row)]
     by_source: dict[str, list[MeasuredRow]] = {}
     for row in taught:
         if isinstance(_run(row).network, TransformerShape):
             by_source.setdefault(row.source, []).append(row)
-    chosen = [row for own in by_source.values() for row in own[:: max(1, -(-len(own) // most))]]
+    chosen = [row for own in by_source.values() for row in own[:: max(1, -(-len(own) // MOST_ROWS))]]
     planned = responses([_run(row) for row in chosen], shipped_software())
     return Folds(chosen, planned, [row for row in taught if isinstance(_run(row).network, LayeredNetwork)])
 

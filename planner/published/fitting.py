@@ -270,7 +270,7 @@ class StepFit:
         return found
 
     def _factors(self, theta: FloatArray) -> FloatArray:
-        """What coefficients make of each kind of work (N, W), as a factor on what was planned."""
+        """Factors (N, W) by which coefficients change the planned time of each kind of work."""
         return np.asarray(np.exp(np.einsum("c,cnw->nw", theta - self.start, self._shares)))
 
     def predicted_s(self, theta: FloatArray) -> FloatArray:

@@ -2,8 +2,8 @@
 
 A step takes ``neutral_s + sum over names of (factor - 1) * response_s``, where a response is how fast the step grows
 with the factor of one kind of work. Factors are those of a family of devices: ``centre * common * own``. The centre is
-what whole steps say of devices and software apart (`planner.published.fitting`). Plans that
-name no software differ from that, which the common part makes good. The rest is the family's own. Both have Gaussian
+the product of the factors that `planner.published.fitting` gives the device and the usual software. The common part
+corrects it for plans that name no software. The rest is the family's own. Both have Gaussian
 priors on their logarithms.
 """
 

@@ -1,4 +1,4 @@
-"""Step time and memory of data-parallel training of networks that are described layer by layer.
+"""Step time of data-parallel training of networks that are described layer by layer.
 
 `planner.published.layered.table` times the steps; here is what they depend on, and which run takes which
 value.
@@ -21,7 +21,6 @@ from planner.published.layered.table import (
     LayeredTable,
     bytes_per_cycle,
     data_parallel_network,
-    element_bytes,
     flops_per_element,
     keeps_planes,
     layer_arrays,
@@ -31,8 +30,6 @@ from planner.published.layered.table import (
 from simulator.hardware import Hardware
 
 BY_LAYERS = "predicted by the layers of the network, for no plan expresses the run"
-_WORKSPACE_SHARE = 0.25
-"""Convolution workspaces and what the allocator cannot fill, over kept activations: ResNet-50 of FlagPerf on A100."""
 _MOSAIC = "mosaic image"
 _ON_AI_CPU = "ascend910"
 """What leaves sorting and picking in the loss of a detector to its AI CPU, and later devices do not: inferred from
@@ -46,11 +43,10 @@ _FUSED_IN_HALF = (Stack.MXNET, Stack.PADDLE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredEstimate:
-    """Seconds of a step, whose ``breakdown`` adds up to it, and bytes of ``memory`` by kind."""
+    """Seconds of a step; ``breakdown`` adds up to them."""
 
     step_time_s: float
     breakdown: dict[str, float]
-    memory: dict[str, float]
 
 
 def parameters_of(coefficients: LayeredCoefficients, run: TrainingRun) -> LayeredParameters:
@@ -99,12 +95,11 @@ def parameter_columns(table: LayeredTable, parameters: Sequence[LayeredParameter
 
 
 def predict_layered(run: TrainingRun, parameters: LayeredParameters) -> LayeredEstimate:
-    """Time and memory of one step of `run`, whose network is a `LayeredNetwork`; its parts follow one another."""
+    """Time of one step of `run`, whose network is a `LayeredNetwork`; its parts follow one another."""
     table = LayeredTable([run])
     parts = layered_times(table, parameter_columns(table, [parameters]))
     breakdown = {part: float(seconds[0]) for part, seconds in parts.items()}
-    memory = layered_memory(run, data_parallel_network(run))
-    return LayeredEstimate(step_time_s=sum(breakdown.values()), breakdown=breakdown, memory=memory)
+    return LayeredEstimate(step_time_s=sum(breakdown.values()), breakdown=breakdown)
 
 
 def predict_by_layers(run: TrainingRun, software: SoftwareFile) -> RunPrediction:
@@ -122,21 +117,6 @@ def predict_by_layers(run: TrainingRun, software: SoftwareFile) -> RunPrediction
         memory_figures={str(kind): value for kind, value in memory.figures().items()},
         notes=(BY_LAYERS,),
     )
-
-
-def layered_memory(run: TrainingRun, network: LayeredNetwork) -> dict[str, float]:
-    """Bytes of weights, gradients, optimizer state, kept activations and workspace; mixed precision copies weights."""
-    layers, size = layer_arrays(network), element_bytes(run)
-    mixed = 2.0 if size < 4 else 0.0
-    widest = float(np.max(layers.moved)) if layers.moved.size else 0.0
-    activations = size * run.setup.micro_batch * (layers.saved + widest)
-    return {
-        "parameters": network.parameters * (4.0 + mixed),
-        "gradients": network.parameters * 4.0,
-        "optimizer_states": network.parameters * (8.0 if "adam" in run.setup.optimizer else 4.0),
-        "activations": activations,
-        "workspace": _WORKSPACE_SHARE * activations,
-    }
 
 
 def typical_batch(network: LayeredNetwork, hardware: Hardware, precision: str) -> int:
