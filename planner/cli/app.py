@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
@@ -67,6 +68,16 @@ class ErrorBoundary(TyperGroup):
             self.commands[cmd_name] = typer.main.get_command(found)
             self.commands[cmd_name].name = cmd_name
         return self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the arguments name; the message about an unknown one says which are near."""
+        try:
+            return super().resolve_command(ctx, args)
+        except typer.TyperException as error:
+            near = difflib.get_close_matches(args[0], COMMANDS)
+            if near:
+                error.message = f"{error.message.rstrip('.')}. Did you mean {' or '.join(map(repr, near))}?"
+            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands without importing them."""

@@ -152,19 +152,33 @@ def _report(rows: tuple[BudgetRow, ...]) -> Iterator[RenderableType]:
     from planner.planning.summary import degrees_text
     from simulator.quantities import percent_text
 
-    names = ("hardware", "devices", "days", "90 %\ninterval", "cost", "energy,\nMWh", "goodput", "plan")
-    table = plain_table(*((name, "" if name in ("hardware", "plan") else "right") for name in names))
+    names = ["hardware", "devices", "days", "energy, MWh", "goodput", "plan"]
+    if any(row.cost is not None for row in rows):
+        names.insert(3, "cost")
+    table = plain_table(*((name, "text" if name in ("hardware", "plan") else "number") for name in names))
     for row in rows:
-        low, high = row.interval_days
-        table.add_row(
-            row.hardware,
-            str(row.devices),
-            Text(f"{row.days:.3g}", style="" if row.meets else "red"),
-            f"{low:.3g}–{high:.3g}",
-            "" if row.cost is None else f"{row.cost:,.0f}",
-            "" if row.energy_kwh is None else f"{row.energy_kwh / 1000:.3g}",
-            percent_text(row.goodput),
-            degrees_text(row.candidate.plan),
-        )
+        cells: dict[str, RenderableType] = {
+            "hardware": row.hardware,
+            "devices": str(row.devices),
+            "days": Text(_ranged(row.days, row.interval_days, "{:.3g}"), style="" if row.meets else "red"),
+            "cost": _ranged(row.cost, row.interval_cost, "{:,.0f}"),
+            "energy, MWh": _ranged(row.energy_kwh, row.interval_energy_kwh, "{:.3g}", 1e-3),
+            "goodput": percent_text(row.goodput),
+            "plan": degrees_text(row.candidate.plan),
+        }
+        table.add_row(*(cells[name] for name in names))
     yield table
-    yield facts(("note", note) for note in dict.fromkeys(note for row in rows for note in row.notes))
+    yield facts(
+        [
+            ("ranges", "90 % interval of the prediction"),
+            *(("note", note) for note in dict.fromkeys(note for row in rows for note in row.notes)),
+        ]
+    )
+
+
+def _ranged(value: float | None, interval: tuple[float, float] | None, form: str, unit: float = 1.0) -> str:
+    """A value over its interval; empty where it is not known."""
+    if value is None or interval is None:
+        return ""
+    middle, low, high = (form.format(unit * number) for number in (value, *interval))
+    return f"{middle}\n{low}–{high}"

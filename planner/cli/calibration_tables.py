@@ -48,8 +48,9 @@ def calibration_report(hardware: Hardware, path: str) -> Iterable[RenderableType
 def fitted_report(fit: ProfileFit, path: str) -> Iterable[RenderableType]:
     """What `meshwright calibrate --from-measurements` fitted for one profile."""
     yield Text(f"{fit.profile}: {len(fit.fields)} numbers written to {path}", style="bold")
-    columns = ("fit", ""), ("rows", "right"), ("median error", "right"), ("p90", "right"), ("before", "right")
-    table = plain_table(*columns)
+    table = plain_table(
+        ("fit", "text"), ("rows", "number"), ("median error", "number"), ("p90", "number"), ("before", "number")
+    )
     for part in fit.fits:
         before = " / ".join(percent_text(error) for error in part.errors_before or ())
         median, tail = part.errors
@@ -61,7 +62,7 @@ def correction_report(found: Corrected) -> Iterable[RenderableType]:
     """Everything `meshwright calibrate --from-run` prints."""
     yield Text(f"corrected by {' and '.join(found.runs)}", style="bold")
     names = ("", "sizes", "fixed cost", "the rest", "error before", "after")
-    table = plain_table(*((name, "right" if name else "") for name in names))
+    table = plain_table(*((name, "number" if name else "text") for name in names))
     for one in found.corrections:
         table.add_row(
             one.name,

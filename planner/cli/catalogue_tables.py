@@ -9,9 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.cli.tables import (
-    plain_table,
-)
+from planner.cli.tables import plain_table
 from simulator.quantities import bytes_text, rate_text
 
 if TYPE_CHECKING:
@@ -22,9 +20,9 @@ if TYPE_CHECKING:
 def network_table(networks: Sequence[NetworkSummary]) -> Table:
     """The built-in networks."""
     table = plain_table(
-        ("network", ""), ("family", ""), ("parameters", "right"), ("batch", "right"), ("sequence", "right")
-    )
-    table.add_column("what it is")
+        ("network", "name"), ("family", "name"), ("parameters", "number"), ("batch", "number"), ("sequence", "number"),
+        ("what it is", "text"),
+    )  # fmt: skip
     for network in networks:
         table.add_row(
             network.spec,
@@ -45,17 +43,19 @@ def count_text(count: int) -> str:
 def profile_table(profiles: Sequence[Hardware]) -> Table:
     """The built-in profiles."""
     table = plain_table(
-        ("profile", ""), ("device", ""), ("memory", "right"), ("per node", "right"), ("at most", "right")
+        ("profile", "name"),
+        ("memory", "number"),
+        ("per\nnode", "number"),
+        ("at\nmost", "number"),
+        ("what it is", "text"),
     )
-    table.add_column("what it is")
     for hardware in profiles:
         table.add_row(
             hardware.name,
-            hardware.device_name,
             bytes_text(hardware.device_memory_bytes),
             str(hardware.devices_per_node),
             str(hardware.max_devices),
-            hardware.description,
+            hardware.description.partition(". ")[0].removesuffix("."),
         )
     return table
 
@@ -64,31 +64,27 @@ def profile_details(hardware: Hardware) -> Iterable[RenderableType]:
     """Every number of a profile with its source."""
     yield Text(f"{hardware.name}: {hardware.description}", style="bold")
     yield Text(f"hash {hardware.hash}")
-    table = plain_table()
-    for name in ("field", "value", "source"):
-        table.add_column(name, overflow="fold")
-    for row in hardware.rows:
-        table.add_row(Text(row.field), Text(row.value), Text(row.source))
-    yield table
+    yield _sources_table((row.field, row.value, row.source) for row in hardware.rows)
+
+
+def _sources_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """Numbers with their sources; what a source says several times it says once here."""
+    table = plain_table(("field", "text"), ("value", "text"), ("source", "text"))
+    for field, value, source in rows:
+        table.add_row(Text(field), Text(value), Text("; ".join(dict.fromkeys(source.split("; ")))))
+    return table
 
 
 def software_table(found: Sequence[dict[str, Any]]) -> Table:
     """The software that plans are predicted for."""
-    table = plain_table(("software", ""), ("stack", ""), ("fused by", ""))
-    table.add_column("usual for")
-    table.add_column("what it is")
+    table = plain_table(("software", "name"), ("usual for", "text"), ("what it is", "text"))
     for one in found:
         usual = "; ".join(f"{family}: {', '.join(kinds)}" for family, kinds in one["usual_for"].items())
-        table.add_row(one["name"], one["stack"], one["fusion"], usual, one["title"])
+        table.add_row(one["name"], usual, one["title"])
     return table
 
 
 def software_details(found: dict[str, Any], rows: Sequence[dict[str, str]]) -> Iterable[RenderableType]:
     """Every number of software with its source."""
     yield Text(f"{found['name']}: {found['title']}", style="bold")
-    table = plain_table()
-    for name in ("field", "value", "source"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(Text(row["field"]), Text(row["value"]), Text(row["source"]))
-    yield table
+    yield _sources_table((row["field"], row["value"], row["source"]) for row in rows)

@@ -125,13 +125,13 @@ def _gain(found: Checked, candidate: Candidate) -> float | None:
 
 
 def _report(found: Checked, config: Path) -> Iterator[RenderableType]:
-    from rich.table import Table
-
+    from planner.cli.tables import plain_table
+    from planner.planning.summary import degrees_text
     from simulator.quantities import bytes_text, seconds_text
 
     yield f"{config}: {found.form.table.framework} {found.form.version}"
     if found.problems:
-        table = Table("key", "value", "rule", "remedy", title="Illegal")
+        table = plain_table(("key", "name"), ("value", "text"), ("rule", "text"), ("remedy", "text"), title="Illegal")
         for one in found.problems:
             table.add_row(one.key, one.value, one.rule, one.remedy)
         yield table
@@ -147,26 +147,16 @@ def _report(found: Checked, config: Path) -> Iterator[RenderableType]:
         rows.append(("best of all", found.best))
     shown = [(name, candidate) for name, candidate in rows if candidate is not None]
     if shown:
-        table = Table("plan", "degrees", "step time", "gain", "peak memory")
+        table = plain_table(
+            ("", "text"), ("plan", "text"), ("step time", "number"), ("gain", "number"), ("peak memory", "number")
+        )
         for name, candidate in shown:
             gain = _gain(found, candidate)
             table.add_row(
                 name,
-                degrees(candidate),
+                degrees_text(candidate.plan),
                 seconds_text(candidate.prediction.step_time_s),
                 "" if gain is None else f"{gain:.2f} ×",
                 bytes_text(candidate.prediction.peak_memory_bytes),
             )
         yield table
-
-
-def degrees(candidate: Candidate) -> str:
-    """The choices of a plan in one line."""
-    plan = candidate.plan
-    degrees = {
-        "dp": plan.degree("data") * plan.degree("expert"), "tp": plan.degree("tensor"), "pp": plan.pipeline,
-        "vpp": plan.virtual, "cp": plan.degree("context"), "ep": plan.expert_ranks,
-    }  # fmt: skip
-    said = " ".join(f"{name}={size}" for name, size in degrees.items() if size > 1 or name == "dp")
-    words = [plan.schedule, plan.optimizer_sharding, f"recompute={plan.recompute}"]
-    return " ".join([said, f"micro_batch={plan.micro_batch}", *(word for word in words if word != "none")])

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from planner.cli.tables import facts, plain_table
+from planner.cli.tables import facts, plain_table, signed
 from simulator.quantities import percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def comparison_report(comparison: Comparison, trace: Path | None) -> Iterable[Re
 def error_table(comparison: Comparison) -> Table:
     """Predicted and measured seconds of a step by class of work; they add up to the step."""
     names = ("", " ", "calls", "predicted", "measured", "without\na core", "measured\nmore", "of the\nstep")
-    table = plain_table(*((name, "right" if name.strip() else "") for name in names))
+    table = plain_table(*((name, "number" if name.strip() else "text") for name in names))
     whole = sum(row.measured_s for row in comparison.errors) or 1.0
     kind = ""
     for row in comparison.errors:
@@ -51,13 +51,13 @@ def error_table(comparison: Comparison) -> Table:
             seconds_text(row.predicted_s),
             seconds_text(row.measured_s),
             seconds_text(row.without_core_s) if row.without_core_s >= NEGLIGIBLE * whole else "",
-            _signed(row.difference_s),
+            signed(row.difference_s, seconds_text),
             _signed_percent(row.difference_s / whole),
         )
         kind = row.kind
     predicted = sum(row.predicted_s for row in comparison.errors)
     more = whole - predicted
-    table.add_row("step", "", "", seconds_text(predicted), seconds_text(whole), "", _signed(more),
+    table.add_row("step", "", "", seconds_text(predicted), seconds_text(whole), "", signed(more, seconds_text),
                   _signed_percent(more / whole), style="bold")  # fmt: skip
     return table
 
@@ -74,10 +74,6 @@ def reasons(errors: Iterable[ErrorRow], measured_s: float) -> str:
         for row in named
     ]
     return "; ".join(parts)
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '−'}{seconds_text(abs(seconds))}"
 
 
 def _signed_percent(share: float) -> str:

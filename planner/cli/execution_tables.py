@@ -27,7 +27,7 @@ def execution_report(report: ExecutionReport, out: Path | None) -> Iterable[Rend
         f"{report.precision}, {report.data}",
         style="bold",
     )
-    table = plain_table(("", ""), ("predicted", "right"), ("measured", "right"), ("difference", "right"))
+    table = plain_table(("", "text"), ("predicted", "number"), ("measured", "number"), ("difference", "number"))
     table.add_row(
         "step time",
         "" if predicted is None else seconds_text(predicted),

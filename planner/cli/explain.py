@@ -91,28 +91,29 @@ def _document(found: Compared) -> dict[str, Any]:
 
 
 def _report(found: Compared, said: str) -> Iterator[RenderableType]:
-    from rich.table import Table
-
-    from planner.cli.check import degrees
+    from planner.cli.tables import plain_table, signed
+    from planner.planning.summary import degrees_text
     from simulator.quantities import bytes_text, seconds_text
 
-    table = Table("plan", "degrees", "step time", "peak memory")
+    table = plain_table(("", "text"), ("plan", "text"), ("step time", "number"), ("peak memory", "number"))
     for name, candidate in (("chosen", found.chosen), (said, found.instead)):
         if candidate is not None:
             prediction = candidate.prediction
             step, peak = seconds_text(prediction.step_time_s), bytes_text(prediction.peak_memory_bytes)
-            table.add_row(name, degrees(candidate), step, peak)
+            table.add_row(name, degrees_text(candidate.plan), step, peak)
     yield table
     if found.instead is None:
         yield f"no plan fits with {said}: {found.infeasible}"
     if found.differences:
-        more = Table("what", "where", "seconds", "bytes", title=f"More with {said}")
+        more = plain_table(
+            ("what", "text"), ("where", "text"), ("time", "number"), ("memory", "number"), title=f"More with {said}"
+        )
         for one in found.differences:
             more.add_row(
                 one.what,
                 one.where,
-                f"{one.seconds:+.4g}" if one.seconds else "",
-                f"{one.bytes:+.4g}" if one.bytes else "",
+                signed(one.seconds, seconds_text) if one.seconds else "",
+                signed(one.bytes, bytes_text) if one.bytes else "",
             )
         yield more
     for change in found.would_win_if:

@@ -177,15 +177,17 @@ def _exchange(
 
 
 def _report(said: str, cannot_say: Sequence[CannotSay], found: StrategyFile) -> Iterator[RenderableType]:
-    from rich.table import Table
-
+    from planner.cli.tables import plain_table
     from simulator.quantities import bytes_text, seconds_text
 
     yield said
     if cannot_say:
         before = (found.prediction or {}).get("step_time_s")
         planned = f", {seconds_text(before)} as planned" if isinstance(before, float) else ""
-        table = Table("cannot run", "written instead", "step time", "peak memory", title=f"Rounded{planned}")
+        table = plain_table(
+            ("cannot run", "text"), ("written instead", "text"), ("step time", "number"), ("peak memory", "number"),
+            title=f"Rounded{planned}",
+        )  # fmt: skip
         for one in cannot_say:
             table.add_row(
                 one.what,

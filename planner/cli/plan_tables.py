@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.cli.tables import BREAKDOWN_NAMES, batch_text, facts, memory_kinds_text, mesh_text, plain_table
+from planner.cli.tables import BREAKDOWN_NAMES, Kind, batch_text, facts, memory_kinds_text, mesh_text, plain_table
 from planner.cost.software import uncertainty_of
 from planner.planning.summary import cells, certainty, columns, heading, recompute_text, throughput
 from simulator.quantities import bytes_text, percent_text, rate_text, seconds_text
@@ -53,7 +53,7 @@ def plan_report(
 def candidate_table(candidates: Sequence[Candidate]) -> Table:
     """The plans, best first, with their predictions."""
     names = columns(candidates[0].prediction)
-    table = plain_table(("", ""), *((name, "right" if number else "") for name, number in names))
+    table = plain_table(("", "name"), *((name, "number" if number else "text") for name, number in names))
     for rank, one in enumerate(candidates, 1):
         table.add_row(str(rank), *cells(one.plan, one.prediction), style="bold" if rank == 1 else "")
     return table
@@ -61,15 +61,14 @@ def candidate_table(candidates: Sequence[Candidate]) -> Table:
 
 def mesh_header(plans: Iterable[Plan]) -> str:
     """What the numbers of `mesh_text` are, as the head of a column."""
-    return "data × tensor\n× stages" if any(plan.pipeline > 1 for plan in plans) else "data ×\ntensor"
+    return "data ×\ntensor ×\nstages" if any(plan.pipeline > 1 for plan in plans) else "data ×\ntensor"
 
 
 def time_table(candidates: Sequence[Candidate]) -> Table:
     """Where the time of each plan goes, and why it lost."""
     parts = list(dict.fromkeys(part for candidate in candidates for part in candidate.prediction.breakdown))
     names = (BREAKDOWN_NAMES.get(part, part.removesuffix("_s")).replace(" ", "\n") for part in parts)
-    table = plain_table(("", ""), *((name, "right") for name in names))
-    table.add_column("why not the first")
+    table = plain_table(("", "name"), *((name, "number") for name in names), ("why not the first", "text"))
     for rank, candidate in enumerate(candidates, 1):
         table.add_row(str(rank), *_shares(candidate.prediction, parts), candidate.reason)
     return table
@@ -201,12 +200,15 @@ def _certificate_text(certificate: Certificate, prediction: Prediction) -> str:
 
 
 def what_if_report(rows: Sequence[WhatIfRow], rule: str, report: str | None) -> Iterable[RenderableType]:
-    """Everything `meshwright what-if` prints: a table for each profile."""
+    """Everything `meshwright what-if` prints: a table for each profile and setting, or each profile at one size."""
     yield Text(rule)
-    for profile in dict.fromkeys(row.profile for row in rows):
-        mine = [row for row in rows if row.profile == profile]
-        yield Text(f"\n{profile}", style="bold")
-        yield _what_if_table(mine)
+    at_one_size = any(row.setting for row in rows) and len({row.devices for row in rows}) == 1
+    tables: dict[str, list[WhatIfRow]] = {}
+    for row in rows:
+        tables.setdefault(f"{row.profile}, {row.devices} devices" if at_one_size else row.label, []).append(row)
+    for title, mine in tables.items():
+        yield Text(f"\n{title}", style="bold")
+        yield _what_if_table(mine, at_one_size=at_one_size)
         for row in mine:
             if row.best is None:
                 where = f" with {row.setting}" if row.setting else ""
@@ -215,37 +217,38 @@ def what_if_report(rows: Sequence[WhatIfRow], rule: str, report: str | None) -> 
         yield Text(f"\nwritten {report}")
 
 
-def _what_if_table(rows: Sequence[WhatIfRow]) -> Table:
+def _what_if_table(rows: Sequence[WhatIfRow], *, at_one_size: bool) -> Table:
     first = next((row.best.prediction for row in rows if row.best is not None), None)
-    settings = [("\nwith", "")] if any(row.setting for row in rows) else []
-    table = plain_table(
-        *settings,
-        ("\ndevices", "right"),
-        ("global\nbatch", "right"),
-        (mesh_header(row.best.plan for row in rows if row.best is not None), ""),
-        ("micro-\nbatch", ""),
-        ("step\ntime", "right"),
-        (f"{throughput(first)[1] if first else 'samples'}\nper s", "right"),
-        ("scaling\nefficiency", "right"),
-        ("\nMFU", "right"),
-        (f"memory, of\n{bytes_text(first.device_memory_bytes) if first else ''}", "right"),
-    )
+    memory = f"memory, of\n{bytes_text(first.device_memory_bytes)}" if first else "\nmemory"
+    columns: dict[str, Kind] = {
+        "\nwith": "text",
+        "\ndevices": "number",
+        "global\nbatch": "number",
+        mesh_header(row.best.plan for row in rows if row.best is not None): "name",
+        "micro-\nbatch": "name",
+        "step\ntime": "number",
+        f"{throughput(first)[1] if first else 'samples'}\nper s": "number",
+        "\nMFU": "number",
+        memory: "number",
+        "\nscaling": "number",
+    }
+    left_out = {"\ndevices", "\nscaling"} if at_one_size else {"\nwith"}
+    table = plain_table(*((name, kind) for name, kind in columns.items() if name not in left_out))
     for row in rows:
-        own = [row.setting] if settings else []
+        own = [row.setting if at_one_size else str(row.devices), str(row.global_batch)]
         if row.best is None:
-            table.add_row(*own, str(row.devices), str(row.global_batch), Text("no plan", style="red"))
+            table.add_row(*own, Text("no plan", style="red"))
             continue
         plan, prediction = row.best.plan, row.best.prediction
+        scaling = "" if row.scaling_efficiency is None else percent_text(row.scaling_efficiency)
         table.add_row(
             *own,
-            str(row.devices),
-            str(row.global_batch),
             mesh_text(plan),
             batch_text(plan),
             seconds_text(prediction.step_time_s),
             rate_text(throughput(prediction)[0], "").removesuffix(" /s"),
-            "" if row.scaling_efficiency is None else percent_text(row.scaling_efficiency),
             percent_text(prediction.mfu),
             bytes_text(prediction.peak_memory_bytes),
+            *(() if at_one_size else (scaling,)),
         )
     return table

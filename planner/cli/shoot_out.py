@@ -58,7 +58,7 @@ def shoot_out_report(found: ShootOut, out: Path | None) -> Iterable[RenderableTy
     """Everything that is printed."""
     yield Text(f"{len(found.outcomes)} plans, {found.steps} steps each, predicted best first", style="bold")
     names = ("", "plan", "predicted", "measured", "difference", "measured\nrank")
-    table = plain_table(*((name, "" if name in ("", "plan") else "right") for name in names))
+    table = plain_table(*((name, "text" if name in ("", "plan") else "number") for name in names))
     order = [one.strategy for one in measured_order(found.outcomes)]
     for number, one in enumerate(found.outcomes, 1):
         predicted, measured = one.predicted_step_time_s, one.measured_step_time_s

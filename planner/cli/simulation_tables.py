@@ -53,15 +53,16 @@ def simulation_report(
     )
     if pipeline:
         yield Padding(_ranks(plan, found), (1, 0, 0, 0))
-    operators = plain_table(("operator", ""), ("kernel", ""), ("calls", "right"), ("time", "right"), ("share", "right"))
-    operators.columns[0].no_wrap, operators.columns[0].overflow = False, "fold"
+    operators = plain_table(
+        ("operator", "text"), ("kernel", "text"), ("calls", "number"), ("time", "number"), ("share", "number")
+    )
     for total in found.operators:
-        share = percent_text(total.seconds / (found.work_s or 1.0))
-        operators.add_row(Text(total.name), total.kernel, str(total.calls), seconds_text(total.seconds), share)
+        name, share = _operator_text(total.name), percent_text(total.seconds / (found.work_s or 1.0))
+        operators.add_row(Text(name), total.kernel, str(total.calls), seconds_text(total.seconds), share)
     yield Padding(operators, (1, 0, 0, 0))
     if found.collectives:
         collectives = plain_table(
-            ("collective", ""), ("axis", ""), ("calls", "right"), ("payload", "right"), ("time", "right")
+            ("collective", "text"), ("axis", "text"), ("calls", "number"), ("payload", "number"), ("time", "number")
         )
         for message in found.collectives:
             collectives.add_row(
@@ -76,13 +77,17 @@ def simulation_report(
         yield Padding(facts([("written", str(trace))]), (1, 0, 0, 0))
 
 
+def _operator_text(name: str) -> str:
+    """The name of an operator; attention is captured on the host, and runs on the devices."""
+    return name.replace("_scaled_dot_product_", "").replace("_for_cpu", "")
+
+
 def _ranks(plan: Plan, found: SimulatedPlan) -> Table:
     """What every pipeline rank holds, and how long it works."""
-    ranks = Table(box=None, pad_edge=False)
-    for name in ("rank", "units", "computes", "idle", "peak memory"):
-        ranks.add_column(name, justify="right" if name != "units" else "left")
+    names = ("rank", "units", "computes", "idle", "peak memory")
+    ranks = plain_table(*((name, "text" if name == "units" else "number") for name in names))
     for rank, memory in enumerate(found.memory):
-        held = (f"{c.first} … {c.last}" if c.first != c.last else c.first for c in plan.chunks if c.rank == rank)
+        held = (f"{c.first} to {c.last}" if c.first != c.last else c.first for c in plan.chunks if c.rank == rank)
         ranks.add_row(
             str(rank),
             Text(", ".join(held)),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +13,8 @@ from simulator.quantities import bytes_text, percent_text
 if TYPE_CHECKING:
     from planner.planning.planning import Prediction
     from planner.plans.plan import Plan
+
+Kind = Literal["text", "name", "number"]
 
 BREAKDOWN_NAMES = {
     "compute_s": "compute",
@@ -34,12 +36,26 @@ def facts(pairs: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def plain_table(*columns: tuple[str, str]) -> Table:
-    """A table without lines; a column is its heading and ``"right"`` or nothing. Narrow cells fold: none is cut."""
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
-    for heading, side in columns:
-        table.add_column(heading, justify="right" if side else "left", overflow="fold")
+def plain_table(*columns: tuple[str, Kind], title: str | None = None) -> Table:
+    """A table without lines; a column is its heading and what its cells are.
+
+    Where room is short, only cells of text fold. Numbers and names stay whole, since a folded one is misread or cannot
+    be copied.
+    """
+    table = Table(
+        box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True, title=title,
+        title_justify="left", title_style="bold",
+    )  # fmt: skip
+    for heading, kind in columns:
+        table.add_column(
+            heading, justify="right" if kind == "number" else "left", overflow="fold", no_wrap=kind != "text"
+        )
     return table
+
+
+def signed(value: float, text: Callable[[float], str]) -> str:
+    """A difference, with its sign."""
+    return f"{'+' if value >= 0 else '−'}{text(abs(value))}"
 
 
 def mesh_text(plan: Plan) -> str:

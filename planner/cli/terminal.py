@@ -40,7 +40,8 @@ PLAIN = {
 }
 """Replacements for characters that the terminal's encoding lacks; any other becomes its code."""
 DEBUG_KEY = "planner.cli.debug"
-PIPE_WIDTH = 110
+LEAST_WIDTH = 80
+"""Columns that every table fits. Narrower terminals wrap its lines, and nothing is cut."""
 DOCUMENTS: list[str] = []
 """Documents that the running command has written, of which there is to be one."""
 
@@ -62,7 +63,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 class Terminal:
     """The streams of one command and how much it says.
 
-    ``width`` is None for the width of the terminal, or `PIPE_WIDTH` columns where there is none.
+    ``width`` is None for the width of the terminal, or `LEAST_WIDTH` columns where there is none.
     """
 
     json: bool
@@ -87,13 +88,10 @@ class Terminal:
         """A rich console on stdout."""
         from rich.console import Console
 
-        class Reported(Console):
-            def on_broken_pipe(self) -> None:
-                """Leave it to the command's one place for errors; rich would end with exit code 1."""
-                raise  # noqa: PLE0704
-
-        width = self.width or (None if self.out.isatty() else PIPE_WIDTH)
-        return Reported(file=self.out, width=width, highlight=False, soft_wrap=False)
+        width = self.width or (None if self.out.isatty() else LEAST_WIDTH)
+        console = Console(file=self.out, width=width, highlight=False, soft_wrap=False)
+        console.width = max(console.width, LEAST_WIDTH)
+        return console
 
     def document(self, document: Mapping[str, Any]) -> None:
         """Write the one JSON document of ``--json``, in ASCII where the stream is not UTF-8."""
@@ -103,10 +101,15 @@ class Terminal:
         DOCUMENTS.append(text)
 
     def show(self, *parts: RenderableType) -> None:
-        """Print for people."""
+        """Print for people, without the blanks that rich fills lines with.
+
+        It is written here, because rich would end with exit code 1 where nobody reads.
+        """
         console = self.console()
-        for part in parts:
-            console.print(part)
+        with console.capture() as captured:
+            for part in parts:
+                console.print(part)
+        self.out.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
 
     def result(
         self,

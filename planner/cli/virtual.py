@@ -38,7 +38,7 @@ def virtual_report(report: VirtualReport, out: Path | None) -> Iterable[Renderab
     """Everything that is printed."""
     yield Text(f"{report.steps} steps on {report.processes} virtual devices", style="bold")
     names = ("", "simulated", "measured", "difference")
-    table = plain_table(*((name, "right" if name else "") for name in names))
+    table = plain_table(*((name, "number" if name else "text") for name in names))
     span = interval_text(min(report.step_times_s), max(report.step_times_s))
     table.add_row(
         "step time",

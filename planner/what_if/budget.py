@@ -28,22 +28,41 @@ MOST_DEVICES = 1024
 class BudgetRow:
     """One cluster: the best plan, and what the training takes there.
 
-    ``days`` counts what failures, restarts and checkpoints cost; ``interval_days`` is that of the prediction. ``cost``
-    is None without a price, ``energy_kwh`` (devices alone, at full power) without a known power, and ``goodput`` is 1
-    where the profile says nothing of failures. ``meets`` says whether the limits hold.
+    ``days`` counts what failures, restarts and checkpoints cost. ``cost`` is None without a price, ``energy_kwh``
+    (devices alone, at full power) without a known power, and ``goodput`` is 1 where the profile says nothing of
+    failures. ``interval`` is the 90 % interval of the prediction as factors, which time, cost and energy share.
+    ``meets`` says whether the limits hold.
     """
 
     hardware: str
     devices: int
     candidate: Candidate
     days: float
-    interval_days: tuple[float, float]
+    interval: tuple[float, float]
     tokens: float
     cost: float | None
     energy_kwh: float | None
     goodput: float
     meets: bool
     notes: tuple[str, ...] = ()
+
+    @property
+    def interval_days(self) -> tuple[float, float]:
+        """The interval of ``days``."""
+        return self._between(self.days)
+
+    @property
+    def interval_cost(self) -> tuple[float, float] | None:
+        """The interval of ``cost``."""
+        return None if self.cost is None else self._between(self.cost)
+
+    @property
+    def interval_energy_kwh(self) -> tuple[float, float] | None:
+        """The interval of ``energy_kwh``."""
+        return None if self.energy_kwh is None else self._between(self.energy_kwh)
+
+    def _between(self, value: float) -> tuple[float, float]:
+        return value * self.interval[0], value * self.interval[1]
 
     def document(self) -> dict[str, Any]:
         """Return one element of ``rows`` of ``meshwright budget --json``."""
@@ -52,10 +71,12 @@ class BudgetRow:
             "hw": self.hardware,
             "devices": self.devices,
             "days": self.days,
-            "interval_days": list(self.interval_days),
+            "interval_days": self.interval_days,
             "tokens": self.tokens,
             "cost": self.cost,
+            "interval_cost": self.interval_cost,
             "energy_kwh": self.energy_kwh,
+            "interval_energy_kwh": self.interval_energy_kwh,
             "goodput": self.goodput,
             "meets": self.meets,
             "tokens_per_s": prediction.tokens_per_s,
@@ -172,17 +193,20 @@ def _row(options: BudgetOptions, request: PlanRequest, best: Candidate, shared: 
     speed = prediction.tokens_per_s * useful
     tokens = options.tokens if options.tokens is not None else speed * (options.within_s or 0.0)
     days = tokens / speed / DAY_S
-    low, high = (days * bound / prediction.step_time_s for bound in prediction.interval_s)
+    low, high = (bound / prediction.step_time_s for bound in prediction.interval_s)
     hours, price = 24 * days * request.devices, options.price.get(request.hardware)
     power = hardware.board_power_w
+    if price is not None:
+        notes.append(f"cost of {request.hardware}: {price:g} a device and hour, as --price says")
     if power is not None:
-        notes.append("energy of devices alone at full power")
+        source = next((row.source for row in hardware.rows if row.field == "device.board_power_w"), "")
+        notes.append(f"energy of {request.hardware}: devices alone, always at {power:g} W ({source})")
     return BudgetRow(
         hardware=request.hardware,
         devices=request.devices,
         candidate=best,
         days=days,
-        interval_days=(low, high),
+        interval=(low, high),
         tokens=tokens,
         cost=None if price is None else price * hours,
         energy_kwh=None if power is None else power * hours / 1000,

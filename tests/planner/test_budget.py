@@ -23,6 +23,21 @@ def test_time_cost_and_energy_follow_from_speed_and_goodput() -> None:
     assert row["energy_kwh"] == pytest.approx(row["days"] * 24 * 8 * 0.7)
     assert 0.9 < row["goodput"] < 1
     assert row["interval_days"][0] < row["days"] < row["interval_days"][1]
+    for name in ("cost", "energy_kwh"):
+        assert row[f"interval_{name}"] == pytest.approx(
+            [row[name] * days / row["days"] for days in row["interval_days"]]
+        )
+
+
+def test_people_see_ranges_and_sources() -> None:
+    command = [*BASE[:-1], "--tokens", "1B", "--devices", "8"]
+    unpriced = CliRunner().invoke(app, command).stdout
+    priced = CliRunner().invoke(app, [*command, "--price", "dgx-h100=1000"]).stdout
+    assert "cost" not in unpriced
+    assert "cost of dgx-h100: 1000 a device and hour, as --price says" in " ".join(priced.split())
+    assert "always at 700 W (datasheet: NVIDIA H100 datasheet" in " ".join(priced.split())
+    ranges = next(line for line in priced.splitlines() if "–" in line)
+    assert ranges.count("–") == 3
 
 
 def test_the_limits_decide_how_many_tokens_fit_and_what_is_too_slow() -> None:

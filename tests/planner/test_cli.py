@@ -483,6 +483,76 @@ def test_tables_fit_their_width(width: int) -> None:
         assert words in text
 
 
+SMALL = ["zoo:gpt2-tiny", "--hw", "dgx-a100", "--devices", "8", "--global-batch", "64"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", *SMALL],
+        ["plan", *SMALL, "--verbose"],
+        ["what-if", *SMALL, "--jobs", "1", "--set", "network=100Gb,200Gb", "--set", "memory_headroom=0.1"],
+        ["what-if", *SMALL[:-4], "--jobs", "1", "--devices", "8,16", "--set", "network=200Gb", "--pin", "pp=2"],
+        ["budget", *SMALL, "--tokens", "1B", "--price", "dgx-a100=1234"],
+        ["networks"],
+        ["profiles"],
+        ["profiles", "show", "dgx-h100"],
+        ["software"],
+        ["software", "show", "megatron"],
+    ],
+    ids=" ".join,
+)
+def test_what_goes_into_a_pipe_fits_80_columns(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    assert_fits(run(*command))
+
+
+def test_what_is_said_of_a_plan_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("plan", *SMALL, "--pin", "tp=2", "--pin", "pp=2").exit_code == 0
+    for command in (
+        ["simulate", "strategy.json"],
+        ["simulate", "strategy.json", "--goodput"],
+        ["explain", "strategy.json", "--why-not", "tp=1"],
+        ["export", "strategy.json", "--to", "megatron", "--round", "--out", "tiny.sh"],
+        ["check", "tiny.sh", "--network", "zoo:gpt2-tiny", "--hw", "dgx-a100"],
+    ):
+        assert_fits(run(*command))
+    Path("tiny.sh").write_text(Path("tiny.sh").read_text().replace("--micro-batch-size ", "--micro-batch-size 7"))
+    assert_fits(run("check", "tiny.sh", "--network", "zoo:gpt2-tiny", "--hw", "dgx-a100"), exit_code=2)
+
+
+def assert_fits(result: Result, *, exit_code: int = 0) -> None:
+    """Check that no line is over 80 columns, cut, or padded with blanks."""
+    assert result.exit_code == exit_code, result.output
+    assert result.stdout
+    for line in result.stdout.splitlines():
+        assert len(line) <= 80, line
+        assert line == line.rstrip()
+    assert "…" not in result.stdout
+
+
+def test_terminals_with_more_room_show_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    wide = run("profiles").stdout.splitlines()
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = run("profiles").stdout.splitlines()
+    assert 80 < max(map(len, wide)) <= 160
+    assert len(wide) < len(narrow)
+    assert max(map(len, narrow)) <= 80
+
+
+@pytest.mark.parametrize(("name", "near"), [("pln", "'plan' or 'explain'"), ("whatif", "'what-if'"), ("zzz", "")])
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+def test_an_unknown_command_is_told_what_is_near(name: str, near: str, options: list[str]) -> None:
+    result = run(name, *options)
+    assert result.exit_code == 2
+    message = json.loads(result.stdout)["error"]["message"] if options else result.stderr
+    assert f"No such command '{name}'." in message
+    assert (f"Did you mean {near}?" in message) is bool(near)
+    assert ("Did you mean" in message) is bool(near)
+
+
 @pytest.mark.parametrize("name", LISTED)
 def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
     group = typer.main.get_command(app)
