@@ -254,7 +254,9 @@ def _expert_pins(setup: TrainingSetup) -> dict[str, str]:
 
 def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
     setup = run.setup
-    sharding = setup.optimizer_sharding if setup.dp > 1 else OptimizerSharding.NONE
+    # Context ranks have the same parameters, so that states are shared out over them as well.
+    replicas = setup.dp * setup.cp
+    sharding = setup.optimizer_sharding if replicas > 1 else OptimizerSharding.NONE
     pins = {
         "dp": str(setup.dp), "tp": str(setup.tp), "pp": str(setup.pp),
         "vpp": "2" if setup.pp > 1 and schedule_name(setup.schedule) in V_SHAPED else str(setup.vpp),
@@ -269,14 +271,14 @@ def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
         # Only states of what is no expert are shared out where every data-parallel rank has experts of its own.
         alone = sharding is not OptimizerSharding.NONE and setup.dp <= experts
         sharding = OptimizerSharding.ZERO1 if alone else sharding
-    if setup.dp > 1:
+    if replicas > 1:
         pins["optimizer_sharding"] = str(sharding)
     group = setup.shard_group or setup.dp // _expert_axis(setup)
     if sharding is not OptimizerSharding.NONE and group > 1:
         pins["shard_size"] = str(group)
     if stages := _stage_layers(run):
         pins["stage_layers"] = "-".join(map(str, stages))
-    if setup.dp > 1:
+    if replicas > 1:
         pins |= _messages(setup, sharding)
     pins |= _recompute(run, notes)
     pins["offload_optimizer"] = str(setup.offload_optimizer).lower()

@@ -92,6 +92,19 @@ def test_what_a_run_has_beside_its_software_stands_behind_the_name(tmp_path: Pat
     assert not {"deterministic", "fused_loss"} & {part.partition("=")[0] for part in plain.split(",")}
 
 
+@pytest.mark.parametrize("sharding", ["zero1", "none"])
+def test_context_ranks_share_states_as_the_row_says(tmp_path: Path, sharding: str) -> None:
+    """Context ranks hold the same parameters: without data ranks too their states are shared out, or are not."""
+    stated = {
+        **PIPELINE, "pp": "1", "cp": "4", "dp": "1", "n_accels": "4", "global_batch": "4", "micro_batch": "2",
+        "attention_impl": "flash attention 2", "framework": "Megatron-LM (mcore)", "optimizer_sharding": sharding,
+    }  # fmt: skip
+    (row,) = rows_of(tmp_path, stated)
+    assert row.run is not None
+    (best,) = plan_network(Workplace(tmp_path).request(pinned_run(row.run))).candidates
+    assert best.plan.optimizer_sharding == sharding
+
+
 def test_layers_alone_compute_again(tmp_path: Path) -> None:
     """Recomputation in full is that of every layer of a rank; no software computes the head again."""
     stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "2", "recompute_kind": "full"}
