@@ -1,6 +1,7 @@
 """The same training in one process, by plain PyTorch: nothing here comes from the plan.
 
-Only the masks of dropout are drawn as the captured graph draws them.
+Only the masks of dropout are drawn as the captured graph draws them, and experts give their places to the tokens of
+each rank of a context axis apart, as its ranks do.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from planner.execution.job import Job
 from planner.execution.loss_scaling import SCALED, LossScale, first_scale, overflow, unscaled
 from planner.execution.measuring.factors import gradient_factors
 from planner.execution.optimizers import is_narrow, torch_optimizer
+from planner.graph.expert_places import expert_places_operator
 from planner.graph.operator_graph import DROPOUT
+from planner.lowering.instructions import LoweredStages
 from planner.networks import load_network
 from planner.sharding.local_call import Moment
+from planner.sharding.local_context import places_on_ranks
 from planner.sharding.local_dropout import dropped, operator_number
 from simulator.program import Phase
 
@@ -66,7 +70,7 @@ def run_reference(job: Job, *, nudge: float = 0.0, draw: int = 0) -> list[float]
             start = (step * count + micro_batch) * graph.batch_size
             inputs = [batches.load(by_name[entry.name], start).to(device) for entry in graph.inputs]
             moment = Moment(seed=job.seed, step=step, micro_batch=micro_batch)
-            with _SameMasks(numbers, moment):
+            with _SameMasks(numbers, moment), _SamePlaces(job.lowered):
                 loss = module(*inputs)
             (loss / divisor).backward(torch.full_like(loss, scale.value))
             total += float(loss.detach())
@@ -104,6 +108,23 @@ class _SameMasks(TorchFunctionMode):
             return tensor
         places = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
         return dropped(tensor, probability, next(self._numbers), places, tensor.numel(), self._moment)
+
+
+class _SamePlaces(TorchFunctionMode):
+    """Gives tokens the places of experts as the ranks of the plan do."""
+
+    def __init__(self, lowered: LoweredStages) -> None:
+        super().__init__()
+        self.cut = next((one.cut for one in lowered.inputs if one.cut is not None), None)
+        self.size = 1 if self.cut is None else lowered.mesh.axes[self.cut.axis].size
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.cut is None or function is not expert_places_operator():
+            return function(*args, **(kwargs or {}))
+        index, chosen, experts, capacity = args
+        return places_on_ranks(index, chosen, experts, capacity, self.cut, self.size)
 
 
 _ATTENTIONS = (functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)

@@ -15,7 +15,7 @@ from itertools import chain
 from math import prod, sqrt
 
 from planner.graph.norms import norms_in
-from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import DROPOUT, PLACES, Node, OperatorGraph, Role, TensorRef
 from planner.graph.statistics import wide_nodes
 from simulator.errors import InputError
 from simulator.program import Kernel, Phase
@@ -39,8 +39,7 @@ _SCATTERS = frozenset({"aten.scatter.src", "aten.scatter_add.default"})
 """Take what is made for them, and write to any place of a whole tensor."""
 _SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_full.default", "aten.zeros_like.default"})
 """Read nothing of their tensor."""
-_WHOLE_NUMBERS = (["int64"], ["int32"], ["bool"])
-_PADDED = "aten.constant_pad_nd.default"
+_WHOLE_NUMBERS = frozenset({"int64", "int32", "bool"})
 _RUN = (Role.OPERATOR, Role.GRADIENT_SUM)
 """What a step runs; all else is there before."""
 LOSSES = ("aten._log_softmax.default", "aten._log_softmax_backward_data.default")
@@ -310,8 +309,7 @@ class _Fusion:
         left_out = set[int]()
         for index in inside:
             node = nodes[index]
-            numbers = [spec.dtype for spec in node.outputs] in _WHOLE_NUMBERS and node.op not in _SCATTERS
-            if numbers or node.op == _PADDED:
+            if {spec.dtype for spec in node.outputs} <= _WHOLE_NUMBERS:
                 left_out.add(index)
             elif node.op in _GATHERS and (again := self._weighed(index)) is not None:
                 found[index] = (1.0,) * len(node.tensor_inputs) + (_LOOKED_UP,)
@@ -319,13 +317,8 @@ class _Fusion:
         for index in inside:
             refs, outputs = nodes[index].tensor_inputs, len(nodes[index].outputs)
             shares = found.get(index, (1.0,) * (len(refs) + outputs))
-            read = [0.0 if self._of_routing(ref, left_out) else s for ref, s in zip(refs, shares, strict=False)]
+            read = [0.0 if self.base(ref).node in left_out else s for ref, s in zip(refs, shares, strict=False)]
             found[index] = self._nothing(index) if index in left_out else (*read, *shares[len(refs) :])
-
-    def _of_routing(self, ref: TensorRef, left_out: set[int]) -> bool:
-        """Whether a tensor is made by what is left out, other than a copy of values."""
-        source = self.base(ref).node
-        return source in left_out and self.graph.nodes[source].op != _PADDED
 
     def _weighed(self, index: int) -> int | None:
         """Return the one backward operator that reads a gather's result, to get the gradient of its rows' weights."""
@@ -344,9 +337,8 @@ class _Fusion:
         nodes = self.graph.nodes
         places: dict[str, tuple[int, float]] = {}
         for node in nodes:
-            if node.op == "aten.scatter.src" and node.phase is Phase.FORWARD and node.outputs[0].dtype == "int64":
-                tokens = self.graph.spec(node.tensor_inputs[-1]).elements
-                count = node.outputs[0].shape[-1] - 1  # one is for tokens without a place
+            if node.op == PLACES:
+                tokens, count = node.outputs[0].elements, node.outputs[-1].shape[-1]
                 if tokens < count:
                     places[_block(node)] = (count, tokens / count)
         fixed = {p.node for p in self.graph.parameters}

@@ -40,7 +40,7 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
     Kernel.BATCH_NORMALIZATION: ("_native_batch_norm_legit", "native_batch_norm", "native_batch_norm_backward"),
     Kernel.REDUCTION: (
         *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "prod", "any", "all"),
-        *("cumsum", "nll_loss_forward", "_adaptive_avg_pool2d", "topk"),
+        *("cumsum", "expert_places", "nll_loss_forward", "_adaptive_avg_pool2d", "topk"),
         *("linalg_vector_norm", "logsumexp", "max_pool2d_with_indices_backward", "ctc_loss", "ctc_loss_backward"),
     ),
     Kernel.POOLING: ("max_pool2d_with_indices", "avg_pool2d"),

@@ -116,6 +116,10 @@ def _index_bound(graph: OperatorGraph, node: Node) -> int:
         dim = node.args[1]
         assert isinstance(dim, int)
         return specs[0].shape[dim] if specs[0].shape else 1
+    if name == "expert_places":
+        experts = node.args[2]
+        assert isinstance(experts, int)
+        return experts
     if name == "nll_loss_forward":
         return specs[0].shape[-1]
     if name == "nll_loss_backward":

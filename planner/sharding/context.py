@@ -7,6 +7,9 @@ too, for a mean divides by the count of the whole sequence. Constants (positions
 positions) are computed whole on every rank and sliced where they meet the sequence. Predicted tokens are an
 input of their own, so nothing is shifted across ranks.
 
+Experts have an equal part of their places for the tokens of each rank, which gives them out among its own: no message,
+and the same result as long as no expert is out of places.
+
 Attention alone needs other ranks' tokens. By ``ring`` keys and values go round while queries stay: with a causal
 mask each rank holds two chunks of the sequence, one counted from its start and one from its end (`positions_of`),
 so that all ranks have equal work in every turn. By ``all_to_all`` the sequence is exchanged for heads before
@@ -22,9 +25,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.graph.attention import MASKED, MASKED_BACKWARD
-from planner.graph.operator_graph import Argument, Node, OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import PLACES, Argument, Node, OperatorGraph, Role, TensorRef
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement, placement_name
-from planner.sharding.rule_families import view
+from planner.sharding.rule_families import created, view
 from planner.sharding.rule_notation import InnerMessage, Rule, replicated
 from planner.sharding.rule_table import TABLE
 from planner.sharding.rules import rules_for
@@ -37,11 +40,14 @@ from planner.sharding.sequence import (
     sequence_spans,
 )
 from simulator.errors import UnsupportedError
-from simulator.program import Collective
+from simulator.program import Collective, Kernel
 
 Algorithm = Literal["ring", "all_to_all"]
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "all_to_all")
 _LENGTH_DIM = 2
+_PLACES_DIM = 1
+_LOOKUPS = ("aten.gather.default", "aten.scatter_add.default")
+"""Operators that read their index as second tensor."""
 _CAUSAL = {ATTENTION: 4, ATTENTION_BACKWARD: 7}
 _DROPOUT = {ATTENTION: 3, ATTENTION_BACKWARD: 6}
 _KEY_VALUE = {ATTENTION: (1, 2), ATTENTION_BACKWARD: (2, 3), MASKED: (1, 2), MASKED_BACKWARD: (2, 3)}
@@ -53,13 +59,15 @@ _COPYING = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.cl
 class ContextAxis:
     """What a network does on a context axis of any size.
 
-    ``rules`` are aligned with ``graph.nodes``. Each rank holds ``chunks`` equal pieces of each of the ``lengths``;
-    ``heads`` are the numbers of heads that are dealt out over the ranks of this and the tensor axis (none for a ring).
+    ``rules`` are aligned with ``graph.nodes``. Each rank holds ``chunks`` equal pieces of each of the ``lengths``, and
+    an equal part of the ``places`` that experts have for the tokens of a sequence; ``heads`` are the numbers of heads
+    that are dealt out over the ranks of this and the tensor axis (none for a ring).
     """
 
     algorithm: Algorithm
     rules: tuple[Rule, ...]
     lengths: tuple[int, ...]
+    places: tuple[int, ...]
     chunks: int
     heads: tuple[int, ...]
 
@@ -69,6 +77,9 @@ class ContextAxis:
             if length % (size * self.chunks):
                 parts = f"{size * self.chunks} equal parts" + (f", {self.chunks} a rank" if self.chunks > 1 else "")
                 return f"context={size} cuts {length} tokens into {parts}; use a divisor of {length // self.chunks}"
+        for places in self.places:
+            if places % size:
+                return f"context={size} does not divide the {places} places that experts have for tokens; use a divisor"
         for heads in self.heads:
             if heads % (size * tensor):
                 product = f"context={size} × tensor={tensor}" if tensor > 1 else f"context={size}"
@@ -124,10 +135,12 @@ class _Follower:
             rule = self._rule(index, node)
             self.placed.update((TensorRef(index, output), p) for output, p in enumerate(rule.outputs))
             rules.append(rule)
+        places = _places(self.graph)
         return ContextAxis(
             algorithm=self.algorithm,
             rules=tuple(rules),
-            lengths=tuple(sorted({span.length for found in self.spans.values() for span in found.values()})),
+            lengths=tuple(sorted({span.length for found in self.spans.values() for span in found.values()} - places)),
+            places=tuple(sorted(places)),
             chunks=_chunks(self.graph, self.algorithm),
             heads=tuple(sorted(set(self._heads()))) if self.algorithm == "all_to_all" else (),
         )
@@ -174,9 +187,20 @@ class _Follower:
         if node.op in (MASKED, MASKED_BACKWARD):
             yield from self._masked(node, inputs, outputs)
             return
+        if node.op == PLACES or (node.op in _LOOKUPS and self._own_places(node)):
+            yield Rule(inputs, (_PLACES_DIM,) * len(outputs), splits_work=True)
+        if TABLE.get(node.op) is created and outputs[0] is not None:
+            yield Rule(inputs, (outputs[0],), splits_work=True)  # what is there gives the dtype alone
         if TABLE.get(node.op) is view and inputs[0] >= 0 and outputs[0] is not None:
             yield Rule(inputs, (outputs[0],), splits_work=True)
         yield from rules_for(self.graph, node)
+
+    def _own_places(self, node: Node) -> bool:
+        """Whether what a look-up reads at are the places of experts, which count a rank's own tokens."""
+        source = self.graph.nodes[node.tensor_inputs[1].node]
+        while source.kernel is Kernel.VIEW and source.tensor_inputs:
+            source = self.graph.nodes[source.tensor_inputs[0].node]
+        return source.op == PLACES and node.args[1] == _PLACES_DIM
 
     def _masked(
         self, node: Node, inputs: tuple[Placement, ...], outputs: tuple[Placement | None, ...]
@@ -229,7 +253,15 @@ def sequence_cut(graph: OperatorGraph, rules: Sequence[Rule], ref: TensorRef, di
     chunks = _chunks(graph, "ring") if any(rings) else 1
     whole = graph.spec(ref).shape[dim] == length
     span = Span(1, length) if whole else sequence_spans(graph)[ref][dim]
+    if span.length in _places(graph):
+        chunks = 1
     return SequenceCut(axis=axis, length=span.length, stride=span.stride, chunks=chunks)
+
+
+def _places(graph: OperatorGraph) -> set[int]:
+    """Places that experts have for the tokens of a sequence, where they are fewer than these."""
+    found = {place for node in graph.nodes if node.op == PLACES and isinstance(place := node.args[3], int)}
+    return {place for place in found if place != sequence_length(graph)}
 
 
 def copies_among(divisor: int, heads: int) -> int:

@@ -14,11 +14,13 @@ from torch import Tensor
 from planner.graph.alignment_loss import alignment_loss_operator
 from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.graph.dropout import dropout_operator
+from planner.graph.expert_places import expert_places_operator
 from planner.graph.masked_attention import masked_attention_operator
 from planner.graph.operator_graph import (
     CTC,
     CTC_BACKWARD,
     DROPOUT,
+    PLACES,
     RECURRENCE,
     RECURRENCE_BACKWARD,
     Argument,
@@ -179,6 +181,8 @@ def operator(op: str) -> torch._ops.OpOverload:
         return dropout_operator()
     if op in (MASKED, MASKED_BACKWARD):
         masked_attention_operator()
+    if op == PLACES:
+        expert_places_operator()
     if op in (CTC, CTC_BACKWARD):
         alignment_loss_operator()
     if op in (RECURRENCE, RECURRENCE_BACKWARD):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from planner.graph.attention import MASKED, MASKED_BACKWARD
+from planner.graph.operator_graph import PLACES
 from planner.sharding.context import copies_among, positions_of
 from planner.sharding.local_attention import attend_anywhere, attend_backward_anywhere
 from planner.sharding.local_call import LocalCall, LocalOperator, Parts, Peers, operator
@@ -36,6 +37,24 @@ def own_part(tensor: Tensor, dim: int, cut: SequenceCut, rank: int, size: int) -
     places = positions_of(cut.length, rank, size, causal=cut.chunks > 1)
     index = torch.tensor(places, device=tensor.device)
     return apart.index_select(dim + 1, index).reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def places_on_ranks(index: Tensor, chosen: int, experts: int, capacity: int, cut: SequenceCut, size: int) -> Parts:
+    """Give tokens the places of experts as the ranks of a context axis do together, each among its own.
+
+    Arguments and results are those of `planner.graph.expert_places`; ranks have their parts of a buffer in a row.
+    """
+    share = capacity // size
+    place, kept = torch.empty_like(index), torch.empty_like(index, dtype=torch.bool)
+    tokens = []
+    for rank in range(size):
+        positions = torch.tensor(positions_of(cut.length, rank, size, causal=cut.chunks > 1), device=index.device)
+        choices = (positions.unsqueeze(-1) * chosen + torch.arange(chosen, device=index.device)).flatten()
+        own, own_kept, own_token = operator(PLACES)(index[:, choices], chosen, experts, share)
+        place[:, choices] = own // share * capacity + rank * share + own % share
+        kept[:, choices] = own_kept
+        tokens.append(positions[own_token].view(-1, experts, share))
+    return place, kept, torch.cat(tokens, 2).flatten(1)
 
 
 def context_attention(call: LocalCall) -> LocalOperator:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from planner.sharding.local_call import LocalCall, LocalOperator, Peers, Slot, elements, filled, invoke, operator
+from planner.sharding.placement import REPLICATE
 from simulator.calibration import convolutions, normalizations
 
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
@@ -135,6 +137,12 @@ def embedding_backward(call: LocalCall) -> LocalOperator:
     return collect
 
 
+def expert_places(call: LocalCall) -> LocalOperator:
+    """Places of this rank's tokens, in its part of the buffers where ranks share the sequence."""
+    ranks = _ranks(call, tuple(axis for axis, held in enumerate(call.input_placements(0)) if held == 1))
+    return invoke(call, call.with_argument(3, call.arguments[3] // ranks))
+
+
 def gather(call: LocalCall) -> LocalOperator:
     """Gather; from a part of the gathered dim, zeros for the elements of others."""
     dim, start, length, whole = _range_along(call, call.input_placements(0))
@@ -216,7 +224,11 @@ def _range_along(call: LocalCall, placements: tuple[int, ...]) -> tuple[int, int
     shape = call.inputs[0].shape
     dim = call.arguments[1] % max(len(shape), 1)
     extent = shape[dim] if shape else 1
-    start, length = call.span(placements, dim, extent)
+    # Ranks that share the index as well count from the first element of their own part.
+    own = [held == dim and index == dim for held, index in zip(placements, call.input_placements(1), strict=True)]
+    extent //= prod(size for size, alone in zip(call.sizes, own, strict=True) if alone)
+    others = tuple(REPLICATE if alone else held for held, alone in zip(placements, own, strict=True))
+    start, length = call.span(others, dim, extent)
     return dim, start, length, length == extent
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from planner.graph import attention as written_out
 from planner.graph import norms
-from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph
+from planner.graph.operator_graph import DROPOUT, PLACES, Node, OperatorGraph
 from planner.sharding import local_layers as layers
 from planner.sharding import local_norms
 from planner.sharding import local_scores as products
@@ -66,6 +66,7 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.native_group_norm_backward.default": layers.group_norm_backward,
     "aten.embedding.default": layers.embedding,
     "aten.embedding_dense_backward.default": layers.embedding_backward,
+    PLACES: layers.expert_places,
     "aten.gather.default": layers.gather,
     "aten.scatter_add.default": layers.scatter_add,
     "aten.scatter.src": layers.scatter,

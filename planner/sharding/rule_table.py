@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.graph import attention, norms
-from planner.graph.operator_graph import CTC, CTC_BACKWARD, DROPOUT, RECURRENCE, RECURRENCE_BACKWARD
+from planner.graph.operator_graph import CTC, CTC_BACKWARD, DROPOUT, PLACES, RECURRENCE, RECURRENCE_BACKWARD
 from planner.sharding import rule_families as families
 from planner.sharding import rule_layers as layers
 from planner.sharding.rule_families import Family
@@ -200,6 +200,7 @@ _LAYERS: dict[str, Family] = {
     "aten._weight_norm_interface_backward.default": layers.weight_norm_backward,
     RECURRENCE: layers.recurrence,
     RECURRENCE_BACKWARD: layers.recurrence_backward,
+    PLACES: notation("b.->b.,b.,b."),
     CTC: notation("b..,b.->b"),
     CTC_BACKWARD: notation("b,b..,b.->b.."),
     attention.SCORES: notation("bh..,bh..->bh.."),

@@ -1,8 +1,8 @@
 """Which dims of which tensors grow with the sequence, as `TensorSpec.batch_dims` says for the batch.
 
 They are found by following the dims of the token inputs through the letters of the rule table, in both
-directions: what is broadcast over the sequence, such as a table of positions, is found from its readers. A
-dim whose size is rounded from the length, such as the capacity of an expert, is not one of them.
+directions: what is broadcast over the sequence, such as a table of positions, is found from its readers. The places
+of an expert are for the tokens of a sequence, so their dim is one of them, though its size is rounded from the length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from planner.graph.attention import MASKED, MASKED_BACKWARD
-from planner.graph.operator_graph import Node, OperatorGraph, TensorRef
+from planner.graph.operator_graph import PLACES, Node, OperatorGraph, TensorRef
 from planner.sharding.rule_families import Family, view
 from planner.sharding.rule_notation import FIXED, Call, Layout, Operand, call_of, labelled_inputs
 from planner.sharding.rule_table import TABLE
@@ -156,6 +156,14 @@ def _follow(tensors: Sequence[TensorRef], call: Call, classes: tuple[Class, ...]
         forward = _regroup(spans.get(source, {}), left, right)
         return _add(spans, target, forward) | _add(spans, source, _regroup(spans.get(target, {}), right, left))
     new = False
+    if call.op == PLACES:
+        given, place, kept, token = tensors
+        if 1 in spans.get(given, {}):
+            places = call.args[3]
+            assert isinstance(places, int)
+            for ref, found in ((place, spans[given][1]), (kept, spans[given][1]), (token, Span(1, places))):
+                new |= _add(spans, ref, {1: found})
+        return new
     for members in classes:
         span = next((spans[tensors[t]][d] for t, d in members if d in spans.get(tensors[t], {})), None)
         if span is not None:

@@ -88,12 +88,6 @@ def _zeros(tape: Tape, like: Value, x: Value) -> Value:
     return tape.call("new_zeros.default", like, x.dims, dims=x.dims, kernel=Kernel.COPY)
 
 
-def _pad(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
-    x, amounts, _ = call.args
-    back = tuple(-amount for amount in amounts)
-    yield x, tape.call("constant_pad_nd.default", gradients[0], back, dims=x.dims, kernel=Kernel.COPY)
-
-
 def _bmm(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
     x, y = call.args
     of_y = bmm(tape, transpose(tape, x, 1, 2), gradients[0])
@@ -233,7 +227,6 @@ DERIVATIVES: dict[str, Derivative] = {
     "_softmax": _softmax,
     "add": _add,
     "bmm": _bmm,
-    "constant_pad_nd": _pad,
     "gather": _gather,
     "sum": _sum,
     "topk": _topk,

@@ -138,13 +138,14 @@ class Tape:
         varies = any(value.varies for value in read)
         backward = self._phase is Phase.BACKWARD
         role = Role.OPERATOR if varies or grows else Role.CONSTANT
-        short = op.partition(".")[0]
+        library, short = ("aten", op) if op.count(".") == 1 else op.split(".", 1)
+        short, full = short.partition(".")[0], f"{library}.{short}"
         outputs = self._append(
             f"backward/{short}" if backward else short,
             shapes,
             varies=varies,
             trained=not backward and any(value.trained for value in read),
-            op=f"aten.{op}",
+            op=full,
             role=role,
             kernel=kernel,
             args=_argument(args),

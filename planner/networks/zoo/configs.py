@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 CAPACITY = 1.25
 """Tokens an expert takes, as a multiple of its even share."""
+_FEW, _EVEN = 64, 8
+
+
+def places_of(length: int, chosen: int, experts: int) -> int:
+    """Places of an expert for the tokens of a sequence; many are a multiple of 8, which ranks can share evenly.
+
+    >>> places_of(16, 2, 4), places_of(4096, 8, 384), places_of(4096, 2, 2)
+    (10, 112, 4096)
+    """
+    places = math.ceil(CAPACITY * chosen * length / experts)
+    return min(length, places if places < _FEW else math.ceil(places / _EVEN) * _EVEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

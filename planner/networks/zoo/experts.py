@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.networks.zoo.configs import CAPACITY
+from planner.graph.expert_places import expert_places_operator
+from planner.networks.zoo.configs import places_of
 
 
 def choose_experts(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
@@ -44,17 +44,17 @@ def mix_experts(
         Runs every expert on its own rows: ``(experts, rows, hidden)`` to the same shape.
     """
     chosen, hidden = index.shape[-1], hidden_states.shape[-1]
-    capacity = min(length, math.ceil(CAPACITY * chosen * length / experts))
+    capacity = places_of(length, chosen, experts)
     x = hidden_states.view(-1, length, hidden)
-    slot, kept = _slots(index.view(-1, length * chosen), experts, capacity)
-    token = _tokens_of_slots(slot, chosen, experts * capacity)
-    padded = F.pad(x, (0, 0, 0, 1))
-    taken = padded.gather(1, token.unsqueeze(-1).expand(-1, -1, hidden))
+    rows = index.view(-1, length * chosen)
+    place, kept, token = expert_places_operator()(rows, chosen, experts, capacity)
+    taken = x.gather(1, token.unsqueeze(-1).expand(-1, -1, hidden))
     by_expert = taken.view(-1, experts, capacity, hidden).transpose(0, 1).flatten(1, 2)
     out = compute(by_expert).view(experts, -1, capacity, hidden).transpose(0, 1).flatten(1, 2)
-    returned = out.gather(1, slot.clamp(max=experts * capacity - 1).unsqueeze(-1).expand(-1, -1, hidden))
+    returned = out.gather(1, place.unsqueeze(-1).expand(-1, -1, hidden))
     weighted = returned * (weights.view(-1, length * chosen) * kept).unsqueeze(-1)
-    return weighted.view(-1, chosen, hidden).sum(1)
+    mixed: Tensor = weighted.view(-1, chosen, hidden).sum(1)
+    return mixed
 
 
 def gated_experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
@@ -65,19 +65,3 @@ def gated_experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: Callab
     """
     opened = act(torch.bmm(x, gate.transpose(1, 2))) * torch.bmm(x, up.transpose(1, 2))
     return torch.bmm(opened, down.transpose(1, 2))
-
-
-def _slots(index: Tensor, experts: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Place of each choice ``(batch, choices)`` in its expert's buffer, or behind all; and whether it has one."""
-    mine = (index.unsqueeze(-1) == torch.arange(experts, device=index.device)).to(index.dtype)
-    position = ((mine.cumsum(1) - 1) * mine).sum(-1)
-    kept = position < capacity
-    return torch.where(kept, index * capacity + position, experts * capacity), kept
-
-
-def _tokens_of_slots(slot: Tensor, chosen: int, slots: int) -> Tensor:
-    """Token in each buffer place ``(batch, slots)``; empty places take the padding token."""
-    choices = slot.shape[1]
-    tokens = (torch.arange(choices, device=slot.device) // chosen).expand(slot.shape[0], choices)
-    empty = slot.new_full((slot.shape[0], slots + 1), choices // chosen)
-    return empty.scatter(1, slot, tokens)[:, :slots]

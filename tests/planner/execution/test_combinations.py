@@ -69,6 +69,27 @@ def test_latent_attention_trains_alike() -> None:
 
 
 @pytest.mark.slow
+def test_experts_with_a_context_axis_train_alike() -> None:
+    """Each rank gives the places of experts out among its own tokens, also beside ranks of experts and in stages."""
+    ways = (
+        {"network": "mixtral", "dp": "2", "cp": "2", "context_algorithm": "all_to_all"},
+        {"network": "mixtral", "dp": "2", "cp": "2", "ep": "2", "expert_messages": "tokens"},
+        {"network": "mixtral", "cp": "2", "tp": "2", "context_algorithm": "ring"},
+        {"network": "mixtral", "cp": "2", "pp": "2", "context_algorithm": "all_to_all"},
+        {"network": "mixtral", "dp": "2", "cp": "2", "context_algorithm": "ring"},
+    )
+    plain = {name: values[0] for name, values in factors().items()} | {
+        "devices": "4", "global_batch": "16", "optimizer": "adam", "tp": "1", "dp": "1", "pp": "1", "cp": "1",
+        "ep": "1", "micro_batch": "1", "micro_batches": "", "sharding_threshold_kb": "", "offload_to": "",
+    }  # fmt: skip
+    plain |= dict.fromkeys(("schedule", "context_algorithm", "expert_messages", "expert_cut"), "")
+    taken: list[tuple[Combination, str]] = [({**plain, **way}, EXACT) for way in ways]
+    trials = Trials(taken)
+    trials.run()
+    assert not {name_of(*one): fault for one in taken if (fault := trials.fault(*one))}
+
+
+@pytest.mark.slow
 def test_states_shared_over_replicas_of_all_axes_train_alike() -> None:
     """Eight ranks share states along context and expert axes; an ep beyond dp deals whole experts to tensor ranks."""
     ways = (

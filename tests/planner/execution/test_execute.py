@@ -40,6 +40,13 @@ def mlp():
     return make_plan("zoo:mlp", 2, batch=16, tp=2, micro_batch=4)
 
 
+def test_experts_on_a_context_axis_train_as_one_process_does():
+    """Experts have ten places for a sequence's tokens, which send them more: the ranks drop those that one drops."""
+    report = run(make_plan("py:tests.planner.execution.small:mixtral", 2, batch=4, cp=2), data="synthetic")
+    assert report.verified
+    assert report.max_loss_difference < 1e-10
+
+
 def test_a_strategy_file_trains_as_one_process_does(mlp, tmp_path):
     path = tmp_path / "strategy.json"
     write_plan(mlp, path)

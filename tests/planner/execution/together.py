@@ -186,7 +186,8 @@ class Trials:
     def _in_one_process(self, job: Job, precision: str, nudge: float = 0.0) -> Outcome:
         lowered = job.lowered
         trained = (job.network, job.optimizer, lowered.micro_batches, lowered.graph.batch_size)
-        key = (*trained, precision, nudge)
+        shared = tuple((one.cut, lowered.mesh.sizes) for one in lowered.inputs if one.cut is not None)
+        key = (*trained, shared, precision, nudge)
         if key not in self._alone:
             gradients, losses = reference_gradients(job, nudge)
             self._alone[key] = Outcome(losses=losses, gradients=gradients)

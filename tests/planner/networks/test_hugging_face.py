@@ -105,9 +105,9 @@ def original(kind: str, **changes: Any) -> torch.nn.Module:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_loss_is_the_original_models(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import planner.networks.zoo.experts as experts
+    from planner.networks.zoo import configs
 
-    monkeypatch.setattr(experts, "CAPACITY", 4)
+    monkeypatch.setattr(configs, "CAPACITY", 4)
     ours = load(tmp_path, kind).build(seed=0)
     reference = original(kind)
     state = dict(reference.state_dict()) if "deepseek" in kind else {}  # biases of routers, which no gradient moves

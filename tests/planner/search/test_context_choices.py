@@ -53,6 +53,23 @@ def test_choices_are_those_of_the_variable_where_it_has_them() -> None:
             assert variable.kind is Kind.INPUT or kinds & {"view", "attention"}, variable
 
 
+def test_experts_are_planned_on_a_context_axis(tmp_path: Path) -> None:
+    """Also beside attention with sinks, and with ranks that have experts of their own."""
+    config = {
+        "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "vocab_size": 512, "sliding_window": 128, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for spec, pins in ((f"hf:{tmp_path}", {}), ("py:tests.planner.execution.small:mixtral", {"ep": "2", "dp": "2"})):
+        request = PlanRequest(
+            network=spec, hardware="dgx-h100", devices=4, global_batch=4, pins={"cp": "2", **pins}, top=1,
+            sensitivity=False,
+        )  # fmt: skip
+        (best,) = plan_network(request).candidates
+        assert best.plan.degree("context") == 2
+
+
 def test_a_window_is_cut_by_all_to_all_where_a_ring_cannot(tmp_path: Path) -> None:
     config = {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 256, "intermediate_size": 512,

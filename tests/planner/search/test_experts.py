@@ -6,8 +6,12 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from planner.cost.work import optimizer, traffic_sizes
+from planner.graph.capture import capture_module
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks.decoder.graph import decoder_graph
@@ -117,8 +121,21 @@ def test_an_index_that_repeats_for_every_number_of_a_row_is_read_once() -> None:
         assert traffic_sizes(graph, node)[1] == 8 * rows, node.name
 
 
+class FirstToken(nn.Module):
+    """One trained token in front of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.first = nn.Embedding(24, 8), nn.Parameter(torch.zeros(1, 1, 8))
+
+    def forward(self, ids: Tensor, following: Tensor) -> Tensor:
+        words = self.words(ids)
+        scores = torch.cat((self.first.expand(ids.shape[0], 1, 8), words), 1) @ self.words.weight.T
+        return F.cross_entropy(scores[:, :-1].flatten(0, 1), following.flatten())
+
+
 def test_what_grows_with_the_batch_because_it_is_repeated_counts_whole() -> None:
-    graph = network(HEAVY)
+    graph = capture_module(FirstToken, language_inputs(24, 16, masked=False), name="first")
     repeated = [
         (node, place)
         for node in graph.nodes

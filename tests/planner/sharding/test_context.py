@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.graph.capture import capture_module
 from planner.graph.masked_attention import masked_attention_operator
-from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import PLACES, OperatorGraph, Role, TensorRef
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import load_network
 from planner.networks.zoo.bert import Bert
-from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig
+from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig, MixtralConfig
 from planner.networks.zoo.gpt import GPT
 from planner.networks.zoo.llama import Llama
+from planner.networks.zoo.mixtral import Experts
 from planner.networks.zoo.table import language_inputs
 from planner.sharding.context import ALGORITHMS, Algorithm, context_axis, context_rules, positions_of
 from planner.sharding.inner_messages import inner_messages, message_bytes, message_count
@@ -167,6 +168,45 @@ def test_attention_over_part_of_the_keys_runs_by_all_to_all(sinks: bool) -> None
     assert context_axis(network, "all_to_all").obstacle(4) is not None  # two heads of keys and values
     with pytest.raises(UnsupportedError, match="masked_attention.*cannot work on part of the sequence"):
         context_axis(network, "ring")
+
+
+class Mixing(nn.Module):
+    """Experts without attention."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        config = MixtralConfig(
+            vocabulary=VOCABULARY, hidden=16, layers=1, heads=4, key_value_heads=2, intermediate=24, positions=length,
+            experts=4, chosen_experts=2,
+        )  # fmt: skip
+        self.words, self.experts, self.head = nn.Embedding(VOCABULARY, 16), Experts(config), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor, following: Tensor) -> Tensor:
+        scores = self.head(self.experts(self.words(ids))).flatten(0, 1)
+        return F.cross_entropy(scores, following.flatten(), reduction="sum") / following.numel()
+
+
+def test_experts_give_their_places_to_the_tokens_of_each_rank_apart() -> None:
+    """Two ranks drop the tokens that experts drop of two samples of half the length."""
+    whole, halves = (
+        at_precision(
+            at_batch(capture_module(lambda n=n: Mixing(n), tokens(n, VOCABULARY), name="mixing"), LENGTH // n),
+            "float64",
+        )
+        for n in (LENGTH, LENGTH // 2)
+    )
+    step, apart = Step(whole, "all_to_all", 2, causal=False), Step(halves, "all_to_all", 1, causal=False)
+    places = next(index for index, node in enumerate(whole.nodes) if node.op == PLACES)
+    kept = [float(piece.double().mean()) for piece in step.pieces[TensorRef(places, 1)]]
+    assert min(kept) < 1
+    for parameter, alone in zip(whole.parameters, halves.parameters, strict=True):
+        assert parameter.gradient is not None
+        assert alone.gradient is not None
+        together = torch.stack(step.pieces[parameter.gradient]).sum(0)
+        torch.testing.assert_close(together, apart.whole[alone.gradient], rtol=1e-10, atol=1e-12)
+    assert context_axis(whole, "ring").obstacle(4) == (
+        "context=4 does not divide the 10 places that experts have for tokens; use a divisor"
+    )
 
 
 class Pooled(nn.Module):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from planner.graph.attention import WRITTEN_OUT, with_attention
 from planner.graph.capture import capture_module
 from planner.graph.norms import RMS_NORM, RMS_NORM_BACKWARD, with_norms
-from planner.graph.operator_graph import Node, OperatorGraph
+from planner.graph.operator_graph import PLACES, Node, OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks.loading import load_network
 from planner.networks.zoo.table import ZOO
@@ -221,6 +221,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("aten.var_mean.correction", G, [1], {"keepdim": True}),
     ("aten.cumsum.default", X, 0),
     ("aten.topk.default", G, 2, 1),
+    (PLACES, indices(4, 8), 2, 8, 1),
     ("aten.sort.default", X),
     ("aten._softmax.default", G, 1, False),
     ("aten._softmax_backward_data.default", G, G, 1, torch.float64),
