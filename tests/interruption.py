@@ -23,12 +23,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from simulator.errors import MeshwrightError
+from simulator.profiles import load_profile
 from tests.planner.execution.processes import MARK, marked, parent, wait_until_gone
 
 ROOT = Path(__file__).parents[1]
 PROMISE_S = 30.0
 SIGNALS = ("INT", "TERM", "HUP", "KILL", "STOP")
 MOMENTS = (0.15, 0.4, 0.6, 0.8, 0.95)
+CAUGHT = ("INT", "TERM", "HUP")
+"""Signals after which a command can still delete its temporary files."""
 TARGETS = ("command", "other")
 """The command itself, or another of its processes, drawn at random."""
 COMMANDS: Mapping[str, Sequence[str]] = {
@@ -53,13 +57,14 @@ class Case:
     processes: int = 2
 
 
-def cases(commands: Sequence[str], processes: Sequence[int]) -> Iterator[Case]:
-    """All runs for these commands."""
-    for command in commands:
-        for count, moment, name, target in itertools.product(
-            processes if command == "execute" else [2], MOMENTS, SIGNALS, TARGETS
-        ):
-            yield Case(command=command, moment=moment, signal=name, target=target, processes=count)
+def cases(
+    command: str, processes: Sequence[int], moments: Sequence[float], signals: Sequence[str], targets: Sequence[str]
+) -> Iterator[Case]:
+    """All runs of a command."""
+    for count, moment, name, target in itertools.product(
+        processes if command == "execute" else [2], moments, signals, targets
+    ):
+        yield Case(command=command, moment=moment, signal=name, target=target, processes=count)
 
 
 class Bench:
@@ -83,7 +88,9 @@ class Bench:
                 return []
             with suppress(ProcessLookupError):
                 os.kill(target, getattr(signal, f"SIG{case.signal}"))
-            return [*self._ended(case, process, mark, target, lasts), *_whole(out)]
+            ended = [*self._ended(case, process, mark, target, lasts)]
+            tidy = case.signal in CAUGHT and target == process.pid
+            return [*ended, *_whole(out), *(_left_beside(out) if tidy else ())]
         finally:
             for pid in marked(mark):
                 with suppress(ProcessLookupError):
@@ -132,6 +139,7 @@ class Bench:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_heed_signals,
         )
         return process, mark
 
@@ -161,6 +169,12 @@ class Bench:
         return self._lasts[command, processes]
 
 
+def _heed_signals() -> None:
+    """Undo what a shell does to commands in its background: they ignore SIGINT, and under nohup SIGHUP."""
+    for name in CAUGHT:
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
+
+
 def _codes(case: Case, itself: bool) -> set[int]:
     """Exit codes that fit: of success where the signal came late, of the signal, of a run that lost a process."""
     number = getattr(signal, f"SIG{case.signal}")
@@ -170,14 +184,25 @@ def _codes(case: Case, itself: bool) -> set[int]:
 
 
 def _whole(out: Path) -> Iterator[str]:
-    """What is wrong with the output: half of a file, or a file left beside it."""
-    if out.exists() and out.suffix == ".json":
-        try:
+    """Say where the output is half a file."""
+    if not out.exists():
+        return
+    try:
+        if out.suffix == ".json":
             json.loads(out.read_text())
-        except ValueError:
+        elif out.suffix == ".yaml":
+            load_profile(str(out))
+        elif not out.read_text().rstrip().endswith("</html>"):
             yield "half an output"
-    if out.exists() and out.suffix == ".html" and not out.read_text().rstrip().endswith("</html>"):
+    except (ValueError, MeshwrightError):
         yield "half an output"
+
+
+def _left_beside(out: Path) -> Iterator[str]:
+    """Say which files stay beside the output, where temporary ones were as well."""
+    others = sorted(path.name for path in out.parent.iterdir() if path != out)
+    if others:
+        yield f"left behind: {', '.join(others)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,13 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = Bench(Path(folder))
         for command in given.command:
             tried = broken = 0
-            for case in cases([command], given.processes):
-                if case.signal in given.signal and case.target in given.target and case.moment in given.moment:
-                    problems = bench.try_case(case)
-                    tried += 1
-                    broken += bool(problems)
-                    for problem in problems:
-                        print(f"{case}: {problem}", flush=True)
+            for case in cases(command, given.processes, given.moment, given.signal, given.target):
+                problems = bench.try_case(case)
+                tried += 1
+                broken += bool(problems)
+                for problem in problems:
+                    print(f"{case}: {problem}", flush=True)
             print(f"{command}: {tried} runs, {broken} broke a promise", flush=True)
             failed += broken
     return min(failed, 1)

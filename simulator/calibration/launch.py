@@ -224,12 +224,13 @@ class _Workers:
     def end(self) -> None:
         """End all that still run, and a stopped server. Those that do not end when told are killed."""
         self._ending.set()
-        if self._starter.is_alive():
-            self._starter.join(POLL_S)
+        self._starter.join(POLL_S)
         server = _server_pid()
-        if self._starter.is_alive() or (server is not None and process_state(server) == "T"):
+        if server is not None and process_state(server) == "T":
             self._kill_server()
-            self._starter.join()
+        while self._starter.is_alive():  # it may not have started the server yet
+            self._kill_server()
+            self._starter.join(POLL_S)
         running = [process for process, _ in self._started if process.exitcode is None]
         for process in running:
             process.terminate()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -171,6 +172,34 @@ def test_an_interrupt_does_not_wait_for_a_start(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run_workers(rank_of_place, (), 1)
         assert time.monotonic() - begin < 10
+    assert run_workers(rank_of_place, (), 1) == ["0"]
+
+
+def test_an_interrupt_before_the_server_runs_does_not_wait_for_it(monkeypatch):
+    util, starting, interrupted = multiprocessing.forkserver.util, threading.Event(), threading.Event()
+    spawn = util.spawnv_passfds
+
+    def spawn_late_and_stopped(path, arguments, files):
+        if "forkserver" not in " ".join(map(str, arguments)):
+            return spawn(path, arguments, files)
+        starting.set()
+        interrupted.wait()
+        time.sleep(1)  # meanwhile the main thread ends what it knows of
+        pid = spawn(path, arguments, files)
+        os.kill(pid, signal.SIGSTOP)
+        return pid
+
+    def check(noted):
+        if starting.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    multiprocessing.forkserver._forkserver._stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(launch._NotedSignals, "check", check)
+        patch.setattr(util, "spawnv_passfds", spawn_late_and_stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run_workers(rank_of_place, (), 1)
     assert run_workers(rank_of_place, (), 1) == ["0"]
 
 
