@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 CONFIG_FILE = FileKind(name="config", remedy="give a config.json or its folder", error=NetworkError)
 MAXIMUM_SEQUENCE_LENGTH = 4096
 MAXIMUM_SIZE = 1 << 24
+MAXIMUM_LAYERS = 10_000
+"""Layers of model types whose modules are all made; those that are described repeat a block."""
 _IGNORED_KEYS = {
     *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "quantization_config"),
     *("_name_or_path", "attn_implementation", "_attn_implementation", "experts_implementation", "model_type"),
@@ -304,6 +307,7 @@ def _described(
     """A network of any model type that transformers trains, as its own classes describe it."""
     kind = str(config["model_type"])
     settings = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
+    _check_layers(path, settings)
     adapters, notes = (None, ()) if adapted is None else read_adapters(adapted, _read(adapted))
     architectures = config.get("architectures")
     content = json.dumps({"hf": kind, "architectures": architectures, **settings}, sort_keys=True)
@@ -327,6 +331,15 @@ def _described(
         content=content,
         notes=dropout + quantised + ((EXPERTS_NOTE,) if facts.experts else ()) + notes,
     )
+
+
+def _check_layers(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse more layers than there is time for: transformers may list them as soon as it reads the config."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _check_layers(path, value)
+        elif re.search(r"(layers?|depth)$", key) and isinstance(value, int | float) and value > MAXIMUM_LAYERS:
+            raise NetworkError(f"{path}: key {key!r} is {value!r}; at most {MAXIMUM_LAYERS} layers are made")
 
 
 def _make_any(

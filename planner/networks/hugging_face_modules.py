@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import NewGELUActivation
 from transformers.integrations import moe as transformers_experts
@@ -153,6 +155,8 @@ def facts(
     )
 
 
+MOST_MODULES = 100_000
+"""Modules of a network of transformers: of 2,000 layers with 50 each."""
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 
 
@@ -206,13 +210,35 @@ def make_model(path: str, config: PreTrainedConfig, model_class: type[Any], leng
     config._experts_implementation = IMPLEMENTATION
     without_chance(config)
     try:
-        model = unmaterialised(lambda: _from_config(model_class, config))
+        with _few_modules(path):
+            model = unmaterialised(lambda: _from_config(model_class, config))
     except MeshwrightError:
         raise
     except Exception as error:
         raise NetworkError(f"{path}: transformers refuses the config: {error}; correct the key") from error
     _simplify(model, config, length)
     return model
+
+
+@contextmanager
+def _few_modules(path: str) -> Iterator[None]:
+    """Refuse a network of so many modules that to make them would take minutes, while they are made."""
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_MODULES:
+            raise NetworkError(
+                f"{path}: the network has more than {MOST_MODULES:,} modules, which is all that are made; correct the "
+                "number of its layers or experts"
+            )
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _from_config(model_class: type[Any], config: PreTrainedConfig) -> nn.Module:

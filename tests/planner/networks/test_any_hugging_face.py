@@ -16,7 +16,7 @@ from planner.graph.folding import unfold
 from planner.graph.operator_graph import CTC, CTC_BACKWARD
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import Network, load_network
-from simulator.errors import InputError
+from simulator.errors import InputError, NetworkError
 from simulator.program import Kernel
 from tests.oracles.graph_interpreter import assert_equals_autograd
 
@@ -181,6 +181,25 @@ def test_transcripts_have_the_loss_over_all_alignments(tmp_path: Path) -> None:
     (wanted,) = torch.autograd.grad(expected, reference.lm_head.weight)
     torch.testing.assert_close(torch.autograd.grad(found, ours.model.lm_head.weight)[0], wanted, rtol=1e-4, atol=1e-6)
     assert {node.op for node in network.capture().nodes} >= {CTC, CTC_BACKWARD}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gpt_oss", {"num_hidden_layers": 10**9}),  # whose kinds of attention transformers lists
+        ("bart", {"encoder_layers": 10_001}),
+        ("llava", {"text_config": {**CONFIGS["llava"]["text_config"], "num_hidden_layers": 1e9}}),
+    ],
+)
+def test_layers_without_end_are_refused_before_they_are_made(kind: str, changes: Any, tmp_path: Path) -> None:
+    with pytest.raises(NetworkError, match=r"layers' is 1\d+(\.0)?; at most 10000 layers are made"):
+        load(tmp_path, kind, **changes)
+
+
+def test_modules_without_end_are_refused_while_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.networks.hugging_face_modules.MOST_MODULES", 100)
+    with pytest.raises(NetworkError, match="more than 100 modules.*layers or experts"):
+        load(tmp_path, "qwen3", num_hidden_layers=20).capture()
 
 
 def test_infinite_settings_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
