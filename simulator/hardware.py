@@ -207,7 +207,8 @@ class Hardware:
     `simulator.caches` says it of a working set. ``conditions`` say how fast and how quiet the machine was when
     it was calibrated, None where that is not known. ``crowding`` is what messages of a group cost more where others
     share the cores, and ``processes`` how many do in the job at hand.
-    ``attention`` is the kind of fused attention that runs, one of ``attention_models``.
+    ``attention`` is the kind of fused attention that runs, one of ``attention_models``. ``members`` are names and
+    counts of the devices of a cluster of several types, in their order.
     """
 
     name: str
@@ -258,6 +259,16 @@ class Hardware:
     training: Mapping[str, float] = field(default_factory=dict)
     attention: str = "flash2"
     rows: tuple[ProfileRow, ...] = ()
+    members: tuple[tuple[str, int], ...] = ()
+
+    def devices_text(self, count: int) -> str:
+        """The first `count` devices in words, such as ``8 × NVIDIA H100 + 8 × NVIDIA A100``."""
+        named, left = [], count
+        for name, size in self.members or ((self.device_name, count),):
+            if left > 0:
+                named.append(f"{min(left, size)} × {name}")
+            left -= size
+        return " + ".join(named)
 
     def __hash__(self) -> int:
         # What derives from one profile is told apart by these; to compare all fields takes far longer.

@@ -7,6 +7,7 @@ collectives take the slowest member's links and their kernels the slowest member
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -143,6 +144,10 @@ def pacing_hardware(cluster: MixedCluster) -> Hardware:
     types = list(dict.fromkeys(cluster.nodes))
     links = slowest_links(cluster, range(len(cluster.nodes)))
     slowest = min(types, key=matrix_rate)
+    members = [
+        (name, sum(unit_spec(hardware).devices for hardware in alike))
+        for name, alike in itertools.groupby(cluster.nodes, key=lambda hardware: hardware.device_name)
+    ]
     numbers = repr((cluster.fabric, [hardware.hash for hardware in cluster.nodes]))
     return replace(
         with_links(slowest, links),
@@ -150,6 +155,7 @@ def pacing_hardware(cluster: MixedCluster) -> Hardware:
         hash=hashlib.sha256(numbers.encode()).hexdigest(),
         description=f"Nodes of {', '.join(hardware.name for hardware in types)}, joined by one fabric, in step.",
         device_memory_bytes=min(hardware.device_memory_bytes for hardware in types),
+        members=tuple(members),
         uncertainty=max((hardware.uncertainty for hardware in types), key=lambda interval: interval.high),
     )
 

@@ -34,6 +34,11 @@ def shipped_text(name: str) -> bytes:
         No profile has this name; the message suggests those of the device, or similar names.
     """
     names = shipped_names()
+    if set(name.split(",")) <= set(names) and "," in name:
+        raise ProfileError(
+            f"--hw {name}: one cluster is planned at a time; list the nodes of a cluster of several types in a file "
+            "(docs/how-to/my-cluster.md), or compare clusters with meshwright what-if"
+        )
     if name not in names:
         near = _of_device(name, names) or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known profiles: {', '.join(names)}"

@@ -168,7 +168,7 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, given: P
         result = replace(result, messages=(*result.messages, software_note(request.software)))
     if given.debug and result.timings:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
-    _finish(terminal, request, result, path, several=settings.top is not None, verbose=given.verbose)
+    _finish(terminal, request, result, path, several=settings.top is not None, given=given, asked=asked.devices)
 
 
 def _planned(request: PlanRequest, patience: Patience) -> tuple[SearchResult, PlanRequest]:
@@ -227,7 +227,14 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
 
 
 def _finish(
-    terminal: Terminal, request: PlanRequest, result: SearchResult, path: str, *, several: bool, verbose: bool
+    terminal: Terminal,
+    request: PlanRequest,
+    result: SearchResult,
+    path: str,
+    *,
+    several: bool,
+    given: PlanArguments,
+    asked: int,
 ) -> None:
     """Write the best plan, and with `several` those behind it, and show them."""
     from planner.planning.documents import prediction_document, result_document
@@ -253,6 +260,6 @@ def _finish(
     elif feasible:
         from planner.cli.plan_tables import plan_report
 
-        terminal.show(*plan_report(result, hardware, path, verbose=verbose))
+        terminal.show(*plan_report(result, hardware, path, left_out=asked - request.devices, verbose=given.verbose))
     if not feasible:
         raise InfeasibleError(result.infeasible)

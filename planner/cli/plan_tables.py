@@ -28,11 +28,16 @@ SHOWN_NOTES = 3
 
 
 def plan_report(
-    result: SearchResult, hardware: Hardware, strategy_file: str, *, verbose: bool = False
+    result: SearchResult, hardware: Hardware, strategy_file: str, *, left_out: int = 0, verbose: bool = False
 ) -> Iterable[RenderableType]:
-    """The text of `meshwright plan` for a result that has a plan; ``verbose`` adds the details."""
+    """The text of `meshwright plan` for a result that has a plan.
+
+    ``left_out`` slower devices of those asked for have no part in it; ``verbose`` adds the details.
+    """
     best = result.candidates[0]
     yield Text(heading(best.plan, hardware), style="bold")
+    if left_out:
+        yield Text(f"{left_out} slower devices are left out: with them a step takes longer, see the first note")
     yield Padding(candidate_table(result.candidates), (1, 0, 1, 0))
     if verbose:
         yield time_table(result.candidates)

@@ -39,7 +39,7 @@ def simulation_report(
         pipeline = f"{plan.pipeline} ranks{chunks}, {found.lowered.schedule.name}"
         peak_rank = f", on pipeline rank {prediction.peak_rank}"
     step_time, interval = seconds_text(prediction.step_time_s), interval_text(*prediction.interval_s)
-    yield Text(f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name})", style="bold")
+    yield Text(f"{plan.network} on {hardware.devices_text(plan.devices)} ({hardware.name})", style="bold")
     yield facts(
         [
             ("plan", f"{axes_text(plan)}, micro-batch {batch_text(plan)}"),

@@ -80,7 +80,7 @@ def heading(plan: Plan, hardware: Hardware) -> str:
     """Return what is trained, and on what."""
     length = f" × {plan.sequence_length} tokens" if plan.sequence_length else ""
     return (
-        f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name}), global batch "
+        f"{plan.network} on {hardware.devices_text(plan.devices)} ({hardware.name}), global batch "
         f"{plan.global_batch}{length}, {plan.precision}, {plan.optimizer}"
     )
 

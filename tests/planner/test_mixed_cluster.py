@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from planner.cli.app import app
 from planner.cost.software import cluster_as_run, machine_of
 from planner.lowering.checked import checked_graph
 from planner.planning.mixed_cluster import plan_on_cluster, shares
 from planner.planning.planning import capture_for, plan_network, with_usual_software
 from planner.planning.prediction import simulate_plan
 from planner.plans.request import PlanRequest
-from simulator.profiles import cluster_at
+from simulator.profiles import cluster_at, load_profile
 
 
 def cluster(folder: Path, *types: str) -> str:
@@ -54,6 +56,19 @@ def test_faster_devices_are_not_held_up_by_slower_ones(tmp_path: Path) -> None:
     assert best.prediction.step_time_s <= least * (1 + 1e-9)
     assert "8 × dgx-h100 alone" in result.messages[0]
     assert (best.plan.hardware, best.plan.devices) == (answered.hardware, answered.devices)
+
+
+def test_the_command_names_the_types_and_says_which_are_left_out(tmp_path: Path) -> None:
+    path = cluster(tmp_path, "dgx-h100", "dgx1-v100")
+    command = ["plan", "zoo:mlp", "--hw", path, "--devices", "16", "--out", str(tmp_path / "strategy.json")]
+    said = CliRunner().invoke(app, [*command, "--global-batch", "4096"], prog_name="meshwright").stdout
+    assert said.startswith("zoo:mlp on 8 × NVIDIA H100-SXM5-80GB (dgx-h100)")
+    assert "8 slower devices are left out" in said
+    assert load_profile(path).devices_text(12) == "8 × NVIDIA H100-SXM5-80GB + 4 × NVIDIA V100-SXM2-32GB"
+    assert load_profile("dgx-h100").devices_text(12) == "12 × NVIDIA H100-SXM5-80GB"
+    refused = CliRunner().invoke(app, ["plan", "zoo:mlp", "--hw", "dgx-h100,dgx-a100", "--devices", "16"])
+    assert refused.exit_code == 2
+    assert "docs/how-to/my-cluster.md" in refused.stderr
 
 
 @pytest.mark.slow
