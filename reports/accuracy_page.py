@@ -23,6 +23,7 @@ from planner.published.aims import (
     Aim,
     metrics_of,
 )
+from planner.published.baselines import ROOFLINE, UTILISATION, baseline_errors
 from planner.published.memory_doubts import DOUBTS
 from planner.published.metrics import metrics_of_rows
 from planner.published.predictions import prediction_lines
@@ -91,11 +92,14 @@ def accuracy_document(result: AccuracyResult, *, command: str, date: str) -> dic
     return {
         "command": command,
         "date": date,
-        **{name: None if accuracy is None else _accuracy_document(accuracy) for name, accuracy in fits.items()},
+        **{
+            name: None if accuracy is None else _accuracy_document(accuracy, left_out=accuracy is result.left_out)
+            for name, accuracy in fits.items()
+        },
     }
 
 
-def _accuracy_document(accuracy: Accuracy) -> dict[str, object]:
+def _accuracy_document(accuracy: Accuracy, *, left_out: bool) -> dict[str, object]:
     def figures(metrics: Metrics) -> dict[str, object]:
         return {"coverage": metrics.coverage, **asdict(metrics)}
 
@@ -104,6 +108,7 @@ def _accuracy_document(accuracy: Accuracy) -> dict[str, object]:
         "transformers": figures(accuracy.transformers),
         "by_group": {name: figures(metrics) for name, metrics in accuracy.by_group.items()},
         "by_source": {name: figures(metrics) for name, metrics in accuracy.by_source.items()},
+        "baselines": baseline_errors(accuracy.rows, left_out=left_out),
     }
 
 
@@ -127,6 +132,7 @@ def accuracy_page(result: AccuracyResult, *, command: str, date: str) -> str:
         page.cards(_cards(fits), four=True),
         page.heading("Against the aims"),
         _aims(fits),
+        _baselines(*fits[0]),
         page.heading("Step time"),
         *_time_pictures(fits),
         page.heading("Memory, and what the labels are worth"),
@@ -191,6 +197,19 @@ def _aims(fits: Sequence[tuple[str, Accuracy]]) -> Html:
     columns = ["figure", "rows", "aim", "", *(SHORT[name] for name, _ in fits)]
     numbers = (2, *range(4, 4 + len(fits)))
     return page.table(columns, lines, caption=f"Judged: {fits[0][0]}", numbers=numbers)
+
+
+def _baselines(name: str, judged: Accuracy) -> Html:
+    """What a pencil would have said of the same rows."""
+    pencil = baseline_errors(judged.rows, left_out=name == LEFT_OUT)
+    lines: list[list[Cell]] = []
+    for title, group in (("all rows", ""), *((one, one) for one in GROUPS)):
+        metrics = judged.by_group.get(group) if group else judged.overall
+        if metrics is not None and metrics.time_mean is not None and group in pencil[ROOFLINE]:
+            others = (percent_text(pencil[baseline][group]) for baseline in (UTILISATION, ROOFLINE))
+            lines.append([title, f"{metrics.timed:,}", percent_text(metrics.time_mean), *others])
+    columns = ["rows", "n", "plans", UTILISATION, ROOFLINE]
+    return page.table(columns, lines, caption=f"Mean error of step times beside a pencil: {name}", numbers=(1, 2, 3, 4))
 
 
 def _verdict(met: bool | None) -> Html:

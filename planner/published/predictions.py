@@ -11,6 +11,7 @@ from dataclasses import replace
 from planner.cost.stacks import Stack
 from planner.cost.training_run import Recompute, RunPrediction, TrainingRun, TransformerShape
 from planner.published.aims import BY_LAYERS_ALONE, group_of
+from planner.published.baselines import operations_s, roofline_s
 from planner.published.layered.prediction import BY_LAYERS
 from planner.published.memory_doubts import APART, measured_apart, memory_doubt
 from planner.published.memory_kinds import figure_of
@@ -83,6 +84,8 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | MeshwrightError | None) -
         measured_outcome=row.outcome,
         transformer=row.transformer,
         memory_doubt=memory_doubt(row) if row.outcome in ("", "ok") else "",
+        operations_s=operations_s(row.run),
+        roofline_s=roofline_s(row.run),
     )
 
 

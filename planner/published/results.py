@@ -35,6 +35,8 @@ class ScoredRow:
         Why the measured memory tells little, one of `planner.published.memory_doubts.DOUBTS`; empty where it is plain.
     likely_cause
         Why the prediction is off, where the comparison can tell.
+    operations_s, roofline_s
+        Seconds by the pencil: operations at the device's peak, and the roofline (`planner.published.baselines`).
     """
 
     row_id: str
@@ -57,6 +59,8 @@ class ScoredRow:
     measured_outcome: str = ""
     likely_cause: str = ""
     memory_doubt: str = ""
+    operations_s: float | None = None
+    roofline_s: float | None = None
 
     @property
     def time_error(self) -> float | None:

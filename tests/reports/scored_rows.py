@@ -54,6 +54,8 @@ def _row(index: int, random: np.random.Generator) -> ScoredRow:
         devices=int(2 ** random.integers(0, 12)),
         group=group,
         predicted_step_time_s=predicted,
+        operations_s=0.4 * measured,
+        roofline_s=0.5 * measured,
         interval_s=(predicted * (1 - 2 * spread), predicted * (1 + 2 * spread)),
         measured_step_time_s=None if full else measured,
         predicted_memory_bytes=guessed,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from planner.published.aims import AIMS, EVERYTHING, FUNCTIONAL, metrics_of
+from planner.published.baselines import ROOFLINE, UTILISATION
 from planner.published.metrics import accuracy_of
 from planner.published.outliers import outliers
 from planner.published.results import AccuracyResult, ScoredRow
@@ -46,7 +47,7 @@ def test_every_source_aim_and_both_fits_are_there(text: str, result: AccuracyRes
     for source, group, *_ in SOURCES:
         assert html.escape(source) in text
         assert html.escape(group) in text
-    for name in (LEFT_OUT, FITTED, *(aim.name for aim in AIMS), html.escape(COMMAND), DATE):
+    for name in (LEFT_OUT, FITTED, UTILISATION, ROOFLINE, *(aim.name for aim in AIMS), html.escape(COMMAND), DATE):
         assert name in text
     assert result.left_out is not None
     for accuracy in (result.left_out, result.fitted):
@@ -71,6 +72,8 @@ def test_the_folder_holds_figures_and_predictions_but_no_measurement(
     figures = json.loads((path.parent / "metrics.json").read_text(encoding="utf-8"))
     assert figures["leave_one_source_out"]["overall"]["rows"] == 160
     assert set(figures["fitted_on_everything"]["by_source"]) == {name for name, *_ in SOURCES}
+    errors = figures["leave_one_source_out"]["baselines"]
+    assert errors[ROOFLINE][""] == pytest.approx(0.5)  # as the rows are made up
     predictions = (path.parent / "predictions.csv").read_text(encoding="utf-8")
     assert len(predictions.splitlines()) == 161
     # Coordinates of pictures are left aside: they are rounded, and some equal a measured time by chance.
