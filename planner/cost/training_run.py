@@ -130,9 +130,10 @@ class TransformerShape:
 class LayerWork:
     """One operator of a network that is described layer by layer, for one sample, forward only.
 
-    ``flops`` and ``elements_moved`` (read and written) are per sample; ``weights`` elements are read once a call. ``saved`` elements per sample are kept
-    for the backward pass. ``m, n, k`` per sample describe matrix products and convolutions (as implicit matrix
-    products: m = output pixels, n = output channels, k = input channels * kernel area / groups).
+    ``flops`` and ``elements_moved`` (read and written) are per sample; ``weights`` elements are read once a call.
+    ``saved`` elements per sample are kept for the backward pass. ``m, n, k`` per sample describe matrix products
+    and convolutions (as implicit matrix products: m = output pixels, n = output channels, k = input channels *
+    kernel area / groups).
     ``vector``: what vector units do that sum over channels or take exponentials, and no product hides.
     ``single``: its tensors are float32 in mixed precision as well. ``frozen``: it has no backward pass.
     ``backward_only``: it has no forward pass, and twice the work of one in the backward pass.
