@@ -37,6 +37,7 @@ _PROFILES: tuple[tuple[str, str], ...] = (
     (r"v100.*(?<!\d)16\s?gb?", "dgx1-v100-16g"),
     (r"v100", "dgx1-v100"),
     (r"ascend.*(910\s?c|a3)|cloudmatrix", "cloudmatrix384"),
+    (r"ascend.*950|atlas.*950", "atlas950"),
     (r"ascend.*(910\s?b|910\s?\*|a2)|800t", "ascend910b-atlas800t-a2"),
     (r"ascend\s?910", "ascend910-atlas800"),
     (r"rtx\s?a6000", "rtx-a6000"),

@@ -29,6 +29,7 @@ NAMES = [
     "a100x8-omnipath",
     "ascend910-atlas800",
     "ascend910b-atlas800t-a2",
+    "atlas950",
     "cloudmatrix384",
     "dgx-a100",
     "dgx-a100-40g",
