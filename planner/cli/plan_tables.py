@@ -224,12 +224,12 @@ def what_if_report(rows: Sequence[WhatIfRow], rule: str, report: str | None) -> 
 
 def _what_if_table(rows: Sequence[WhatIfRow], *, at_one_size: bool) -> Table:
     first = next((row.best.prediction for row in rows if row.best is not None), None)
-    memory = f"memory, of\n{bytes_text(first.device_memory_bytes)}" if first else "\nmemory"
+    memory = f"memory,\nof\n{bytes_text(first.device_memory_bytes)}" if first else "\nmemory"
     columns: dict[str, Kind] = {
         "\nwith": "text",
         "\ndevices": "number",
         "global\nbatch": "number",
-        mesh_header(row.best.plan for row in rows if row.best is not None): "name",
+        mesh_header(row.best.plan for row in rows if row.best is not None): "text",
         "micro-\nbatch": "name",
         "step\ntime": "number",
         f"{throughput(first)[1] if first else 'samples'}\nper s": "number",

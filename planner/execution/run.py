@@ -308,7 +308,7 @@ def _changed(speed: float | None) -> tuple[str, ...]:
     word = "slower" if speed < 1 else "faster"
     return (
         f"the machine has become {word} since it was calibrated: typical kernels on all processes together ran at "
-        f"{speed:.0%} of their speed then; calibrate again, or hold the step time against predicted_at_this_speed_s",
+        f"{speed:.0%} of their speed then; calibrate again, or compare the step time with the prediction at this speed",
     )
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -456,6 +457,25 @@ def test_output_that_cannot_be_written_is_no_defect(
     assert done.returncode == code
     assert done.stderr.startswith(words)
     assert len(done.stderr.splitlines()) == bool(words)
+
+
+def test_the_table_of_a_large_sweep_is_whole_at_80_columns() -> None:
+    from rich.console import Console
+
+    from planner.cli.plan_tables import what_if_report
+
+    small = make_rows()[-1]
+    assert small.result is not None
+    best = small.result.candidates[0]
+    large = replace(best, plan=replace(make_plan(2048, 16), micro_batches=4096, chunks=best.plan.chunks))
+    rows = [replace(small, devices=32768, global_batch=1048576, result=replace(small.result, candidates=(large,)))]
+    for asked in (rows, [replace(row, settings={"network": "200Gb", "memory_headroom": "0.05"}) for row in rows]):
+        console = Console(width=80)
+        with console.capture() as captured:
+            console.print(*what_if_report(asked, "strong scaling", None), sep="\n")
+        words = captured.get().split()
+        assert {"2048", "4096", "1048576", "tokens", "memory,"} <= set(words)
+        assert ("scaling" in words[2:]) is (asked is rows)
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
