@@ -37,7 +37,8 @@ from simulator.whole_file import write_whole
 
 Recipe = Mapping[str, str]
 SOFTWARE = "nemo"
-HARDWARE = {"h100": "dgx-h100", "b200": "dgx-b200", "b300": "dgx-b300", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72"}
+HARDWARE = {"h100": "dgx-h100", "b200": "dgx-b200", "b300": "dgx-b300", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72",
+            "r100": "hgx-rubin"}  # fmt: skip
 _LENGTH, _LLAMA_LENGTH, _POSITIONS = 4096, 8192, 131_072
 _QWEN3 = {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
 _LLAMA3 = {"num_key_value_heads": 8, "vocab_size": 128256}

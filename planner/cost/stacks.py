@@ -59,7 +59,7 @@ class Stack(StrEnum):
 _FAMILIES = (
     (r"V100|P40|T4", "volta"),
     (r"A100|A800|A40|A30|RTX.*30|RTX A", "ampere"),
-    (r"GB200|GB300|B100|B200|B300|Blackwell", "blackwell"),
+    (r"GB200|GB300|B100|B200|B300|Blackwell|Rubin", "blackwell"),
     (r"H100|H800|H200|GH200|H20|L40|RTX.*40|4090", "hopper"),
     (r"910B|910C|910_9|Ascend.?950", "ascend910b"),
     (r"Ascend.?910", "ascend910"),

@@ -16,6 +16,7 @@ from simulator.profiles import load_profile, profile_names
 _PROFILES: tuple[tuple[str, str], ...] = (
     (r"mixed|heterogeneous|competitor|unnamed|next-gen", ""),
     (r"gh200", "gh200x4"),
+    (r"rubin|(?<!\w)r100", "hgx-rubin"),
     (r"gb300", "gb300-nvl72"),
     (r"gb200", "gb200-nvl72"),
     (r"\bb300", "dgx-b300"),

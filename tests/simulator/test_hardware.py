@@ -48,6 +48,7 @@ NAMES = [
     "gh200x4",
     "h100-pcie",
     "hgx-h20",
+    "hgx-rubin",
     "l40s",
     "mi300x",
     "mi325x",

@@ -99,7 +99,13 @@ def test_a_base_must_be_shipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "found"),
-    [("ascend910c", "cloudmatrix384"), ("ascend950dt", "atlas950"), ("h200", "dgx-h200"), ("dgx-h10", "dgx-h100")],
+    [
+        ("ascend910c", "cloudmatrix384"),
+        ("ascend950dt", "atlas950"),
+        ("r100", "hgx-rubin"),
+        ("h200", "dgx-h200"),
+        ("dgx-h10", "dgx-h100"),
+    ],
 )
 def test_unknown_names_suggest_the_profile_of_the_device(asked: str, found: str) -> None:
     with pytest.raises(ProfileError, match=f"did you mean .*{found}"):
