@@ -21,7 +21,7 @@ from planner.plans.file import read_strategy
 from planner.plans.plan import Plan
 from reports import page
 from reports.page import PALETTE, Html
-from simulator.quantities import bytes_text, interval_text, seconds_text
+from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 NETWORKS = {"zoo:mlp": "MLP", "zoo:gpt2-tiny": "small GPT-2"}
 CLUSTER, CLUSTER_DEVICES = "dgx-a100", 8
+KNOWN, KNOWN_NAME, KNOWN_CLUSTER, KNOWN_DEVICES = "zoo:llama2-7b", "Llama 2 7B", "dgx-h100", 64
+"""What is planned for a cluster that is not here: a network that people know."""
 PROCESSES = 2
 STEPS = 20
 WIDTH = 100
@@ -64,7 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = out.parent
     folder.mkdir(parents=True, exist_ok=True)
     profile = folder / "local.yaml"
-    commands = [_run("calibrate", "--processes", str(PROCESSES), "--out", str(profile))]
+    commands = [_plan(folder, KNOWN, KNOWN_CLUSTER, KNOWN_DEVICES, "--global-batch", "512")]
+    counts = ",".join(str(KNOWN_DEVICES * scale // 4) for scale in (1, 4, 16))
+    sweep = (
+        "--hw",
+        KNOWN_CLUSTER,
+        "--devices",
+        counts,
+        "--batch-per-device",
+        "8",
+        "--out",
+        str(folder / "what-if.html"),
+    )
+    commands.append(_run("what-if", KNOWN, *sweep))
+    commands.append(_run("calibrate", "--processes", str(PROCESSES), "--out", str(profile)))
     commands += [_plan(folder, spec, CLUSTER, CLUSTER_DEVICES) for spec in NETWORKS]
     commands += [_plan(folder, spec, str(profile), PROCESSES, "--pin", "cp=1") for spec in NETWORKS]
     for spec in NETWORKS:
@@ -73,8 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         commands.append(_run("execute", str(strategy), *options))
     comparisons = [_comparison(folder, spec) for spec in NETWORKS]
     _say(comparison_text(comparisons))
-    pictures = [_timeline(folder, spec, devices) for spec in NETWORKS for devices in (CLUSTER_DEVICES, PROCESSES)]
-    write_whole(out, demo_page(commands, comparisons, pictures))
+    pictures = [_timeline(folder, KNOWN, KNOWN_NAME, f"{KNOWN_DEVICES} × {KNOWN_CLUSTER}", KNOWN_DEVICES)]
+    for spec, name in NETWORKS.items():
+        pictures.append(_timeline(folder, spec, name, f"{CLUSTER_DEVICES} × {CLUSTER}", CLUSTER_DEVICES))
+        pictures.append(_timeline(folder, spec, name, f"{PROCESSES} processes of this machine", PROCESSES))
+    write_whole(out, demo_page(commands, comparisons, pictures, planned=_known_cards(folder)))
     _say(f"\nwritten {out}")
 
 
@@ -121,14 +139,25 @@ def _comparison(folder: Path, spec: str) -> Comparison:
     return Comparison(name=NETWORKS[spec], plan=found.plan, prediction=found.prediction or {}, run=run)
 
 
-def _timeline(folder: Path, spec: str, devices: int) -> Html:
+def _known_cards(folder: Path) -> list[tuple[str, str, str]]:
+    """What is predicted of the network that people know."""
+    prediction: Mapping[str, Any] = read_strategy(_strategy(folder, KNOWN, KNOWN_DEVICES)).prediction or {}
+    where = f"{KNOWN_NAME} on {KNOWN_DEVICES} × {KNOWN_CLUSTER}"
+    step, interval = prediction["step_time_s"], interval_text(*prediction["interval_s"])
+    speed = rate_text(prediction["tokens_per_s"], "tokens")
+    return [
+        (f"{where}, predicted step", seconds_text(step), f"90 %: {interval}, {prediction['label']}"),
+        (f"{where}, throughput", speed, f"MFU {percent_text(prediction['mfu'])}"),
+    ]
+
+
+def _timeline(folder: Path, spec: str, name: str, where: str, devices: int) -> Html:
     from reports.timeline import picture_svg, plan_picture
 
     path = _strategy(folder, spec, devices)
     found = read_strategy(path)
     plan = found.plan
-    where = CLUSTER if devices == CLUSTER_DEVICES else "processes of this machine"
-    title = f"One step of the {NETWORKS[spec]} on {devices} × {where}"
+    title = f"One step of {name} on {where}"
     svg = picture_svg(replace(plan_picture(plan, path), title=""))
     mesh = f"data {plan.degree('data')} × tensor {plan.degree('tensor')}"
     mesh += f" × {plan.pipeline} stages" if plan.pipeline > 1 else ""
@@ -168,16 +197,22 @@ def comparison_text(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def demo_page(commands: Sequence[Command], comparisons: Sequence[Comparison], pictures: Sequence[Html]) -> str:
-    """The page of the demonstration as text."""
+def demo_page(
+    commands: Sequence[Command],
+    comparisons: Sequence[Comparison],
+    pictures: Sequence[Html],
+    *,
+    planned: Sequence[tuple[str, str, str]] = (),
+) -> str:
+    """The page of the demonstration as text; `planned` are cards of what was planned and cannot run here."""
     columns = ["network", "", "predicted", "measured", "difference"]
     parts = [
         page.paragraph(
-            "Two networks, planned for eight GPUs and for two processes of this machine; the plans for this machine "
-            "were run for real and compared with their predictions.",
+            f"{KNOWN_NAME}, planned for {KNOWN_DEVICES} × {KNOWN_CLUSTER}; and two small networks, planned for eight "
+            "GPUs and for two processes of this machine, where they ran for real, beside their predictions.",
             lead=True,
         ),
-        page.cards(_cards(comparisons)),
+        page.cards([*planned, *_cards(comparisons)]),
         page.heading("Predicted beside measured"),
         page.table(columns, comparison_rows(comparisons), caption="Medians over steps; in brackets the intervals"),
         page.grid(*(_time_chart(index, c) for index, c in enumerate(comparisons))),

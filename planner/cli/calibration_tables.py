@@ -37,7 +37,10 @@ def calibration_report(hardware: Hardware, path: str) -> Iterable[RenderableType
                 "collectives",
                 ", ".join(f"{table.collective} × {table.group_size}" for table in hardware.collective_tables),
             ),
-            ("slow-down", ", ".join(f"{n} processes {factor:.2f}" for n, factor in hardware.slowdown_table)),
+            (
+                "slow-down",
+                ", ".join(f"{n} process{'es' * (n > 1)} {factor:.2f}" for n, factor in hardware.slowdown_table),
+            ),
             ("interval", f"−{percent_text(spread.low)} to +{percent_text(spread.high)} ({spread.label})"),
             ("warning", hardware.conditions.warning if hardware.conditions else ""),
             ("written", path),
