@@ -55,6 +55,7 @@ th, td { white-space: nowrap; }
 .whole { white-space: nowrap; }
 .close th, .close td { padding: 7px 6px; font-size: 13px; }
 .close th:first-child { padding-left: 14px; }
+.close tbody th { white-space: normal; }
 .number { text-align: right; }
 .bad { color: var(--bad); }
 .good { color: var(--good); }
