@@ -200,7 +200,8 @@ def _whole(out: Path) -> Iterator[str]:
 
 def _left_beside(out: Path) -> Iterator[str]:
     """Say which files stay beside the output, where temporary ones were as well."""
-    others = sorted(path.name for path in out.parent.iterdir() if path != out)
+    torch_cache = "torchinductor_"  # PyTorch makes this folder, and uses it again
+    others = sorted(path.name for path in out.parent.iterdir() if path != out and not path.name.startswith(torch_cache))
     if others:
         yield f"left behind: {', '.join(others)}"
 

@@ -1,13 +1,22 @@
-"""The same request gives the same bytes: over hash seeds, on one core and on all, with and without a cache."""
+"""The same request gives the same bytes: over hash seeds, on one core and on all, with and without a cache.
+
+On a processor with other instructions numbers may differ in their last digits: NumPy's powers and logarithms do.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
+from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
 from simulator.calibration.process import own_cores
 
@@ -22,15 +31,46 @@ REQUESTS = {
 }
 
 
-def planned(folder: Path, request: tuple[str, ...], *, seed: int, cache: Path, one_core: bool = False) -> bytes:
+OLD_PROCESSOR = {
+    "NPY_DISABLE_CPU_FEATURES": " ".join(name for name in __cpu_dispatch__ if __cpu_features__[name]),
+    "ATEN_CPU_CAPABILITY": "default",
+    **({"OPENBLAS_CORETYPE": "Nehalem"} if platform.machine() == "x86_64" else {}),
+}
+"""Variables that take newer instructions from NumPy, PyTorch and BLAS, which then compute as on an older machine."""
+
+
+def planned(
+    folder: Path,
+    request: tuple[str, ...],
+    *,
+    seed: int,
+    cache: Path,
+    one_core: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """The bytes of the strategy file that a process of its own writes."""
     out = folder / "strategy.json"
     command = [sys.executable, "-m", "planner.cli", "plan", *request, "--hw", "dgx-a100", "--out", str(out), "--quiet"]
     if one_core:
         command = [sys.executable, "-c", ONE_CORE, *command]
-    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "XDG_CACHE_HOME": str(cache)}
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "XDG_CACHE_HOME": str(cache), **variables}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=600)
     return out.read_bytes()
+
+
+def assert_equal_to_rounding(found: Any, wanted: Any) -> None:
+    """The same data, numbers to 12 digits."""
+    if isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        found, wanted = list(found.values()), list(wanted.values())
+    if isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_equal_to_rounding(one, other)
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=1e-12)
+    else:
+        assert found == wanted
 
 
 @pytest.mark.slow
@@ -43,3 +83,5 @@ def test_the_same_request_gives_the_same_bytes(request_name: str, tmp_path: Path
     assert planned(tmp_path, request, seed=5, cache=tmp_path / "cold") == first, "an empty cache"
     if len(own_cores()) > 1 and hasattr(os, "sched_setaffinity"):
         assert planned(tmp_path, request, seed=6, cache=warm, one_core=True) == first, "one core"
+    older = planned(tmp_path, request, seed=7, cache=tmp_path / "old", variables=OLD_PROCESSOR)
+    assert_equal_to_rounding(json.loads(older), json.loads(first))

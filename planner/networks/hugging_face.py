@@ -29,7 +29,7 @@ CONFIG_FILE = FileKind(name="config", remedy="give a config.json or its folder",
 MAXIMUM_SEQUENCE_LENGTH = 4096
 MAXIMUM_SIZE = 1 << 24
 MAXIMUM_LAYERS = 10_000
-"""Layers of model types whose modules are all made; those that are described repeat a block."""
+"""Modules and plans of more take minutes and gigabytes."""
 _IGNORED_KEYS = {
     *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "quantization_config"),
     *("_name_or_path", "attn_implementation", "_attn_implementation", "experts_implementation", "model_type"),
@@ -122,6 +122,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise NetworkError(f"{path}: key 'model_type' is {kind!r}; it must name a model type of transformers")
+    _check_layers(path, config)
     if kind not in MODEL_TYPES:
         return _described(place, path, adapted, config, sequence_length)
     model = MODEL_TYPES[kind]
@@ -307,7 +308,6 @@ def _described(
     """A network of any model type that transformers trains, as its own classes describe it."""
     kind = str(config["model_type"])
     settings = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
-    _check_layers(path, settings)
     adapters, notes = (None, ()) if adapted is None else read_adapters(adapted, _read(adapted))
     architectures = config.get("architectures")
     content = json.dumps({"hf": kind, "architectures": architectures, **settings}, sort_keys=True)
@@ -334,12 +334,12 @@ def _described(
 
 
 def _check_layers(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse more layers than there is time for: transformers may list them as soon as it reads the config."""
+    """Refuse more layers than there is time for; transformers may list them as soon as it reads the config."""
     for key, value in settings.items():
         if isinstance(value, dict):
             _check_layers(path, value)
         elif re.search(r"(layers?|depth)$", key) and isinstance(value, int | float) and value > MAXIMUM_LAYERS:
-            raise NetworkError(f"{path}: key {key!r} is {value!r}; at most {MAXIMUM_LAYERS} layers are made")
+            raise NetworkError(f"{path}: key {key!r} is {value!r}; at most {MAXIMUM_LAYERS} layers are planned")
 
 
 def _make_any(

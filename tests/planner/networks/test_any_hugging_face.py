@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ctc_loss_reduction": "mean", "ctc_zero_infinity": True,
     },
 }  # fmt: skip
+CONFIGS["llama"] = DECODER
 RUNS = {"qwen3": [6], "mistral": [6]}
 
 
@@ -188,11 +189,12 @@ def test_transcripts_have_the_loss_over_all_alignments(tmp_path: Path) -> None:
     [
         ("gpt_oss", {"num_hidden_layers": 10**9}),  # whose kinds of attention transformers lists
         ("bart", {"encoder_layers": 10_001}),
+        ("llama", {"num_hidden_layers": 10**6}),
         ("llava", {"text_config": {**CONFIGS["llava"]["text_config"], "num_hidden_layers": 1e9}}),
     ],
 )
 def test_layers_without_end_are_refused_before_they_are_made(kind: str, changes: Any, tmp_path: Path) -> None:
-    with pytest.raises(NetworkError, match=r"layers' is 1\d+(\.0)?; at most 10000 layers are made"):
+    with pytest.raises(NetworkError, match=r"layers' is 1\d+(\.0)?; at most 10000 layers are planned"):
         load(tmp_path, kind, **changes)
 
 
