@@ -46,7 +46,15 @@ HardwareLike = str | PathLike[str] | Hardware
 
 
 class PinOptions(TypedDict, total=False):
-    """Choices that can be fixed, by the names of ``--pin``; the others are searched."""
+    """Choices that can be fixed, by the names of ``--pin``; the others are searched.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> pins: mw.PinOptions = {"tp": 2}
+    >>> mw.plan("zoo:mlp", hardware="dgx-a100", devices=8, global_batch=512, top=1, **pins).best.tp
+    2
+    """
 
     dp: int
     tp: int
@@ -413,6 +421,13 @@ class Explanation:
 
     ``instead`` is None where no plan fits with these choices; ``reason`` then says why. ``compared`` lists the
     differences by part of the step, kind of task and kind of memory.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> found = mw.plan("zoo:mlp", hardware="dgx-a100", devices=8, global_batch=512, top=1).explain(dp=2)
+    >>> found.instead.dp, found.instead.prediction.step_time_s >= found.chosen.prediction.step_time_s
+    (2, True)
     """
 
     chosen: TrainingPlan

@@ -6,7 +6,19 @@ from typing import ClassVar
 
 
 class MeshwrightError(Exception):
-    """Base of every error a user may see; its message gives the value, the rule and the remedy."""
+    """Base of every error a user may see; its message gives the value, the rule and the remedy.
+
+    ``exit_code`` is that of the command line.
+
+    Examples
+    --------
+    >>> from simulator.profiles import load_profile
+    >>> try:
+    ...     load_profile("dgx-h1000")
+    ... except MeshwrightError as error:
+    ...     print(error.exit_code, "did you mean dgx-h100" in str(error))
+    2 True
+    """
 
     exit_code: ClassVar[int] = 1
     max_length: ClassVar[int] = 4000

@@ -209,6 +209,12 @@ class Hardware:
     share the cores, and ``processes`` how many do in the job at hand.
     ``attention`` is the kind of fused attention that runs, one of ``attention_models``. ``members`` are names and
     counts of the devices of a cluster of several types, in their order.
+
+    Examples
+    --------
+    >>> from simulator.profiles import load_profile
+    >>> load_profile("dgx-h100").devices_text(8)
+    '8 × NVIDIA H100-SXM5-80GB'
     """
 
     name: str
