@@ -339,7 +339,9 @@ def _check_layers(path: Path, settings: Mapping[str, Any]) -> None:
         if isinstance(value, dict):
             _check_layers(path, value)
         elif re.search(r"(layers?|depth)$", key) and isinstance(value, int | float) and value > MAXIMUM_LAYERS:
-            raise NetworkError(f"{path}: key {key!r} is {value!r}; at most {MAXIMUM_LAYERS} layers are planned")
+            raise NetworkError(
+                f"{path}: key {key!r} is {value!r}; at most {MAXIMUM_LAYERS} layers are planned: correct it"
+            )
 
 
 def _make_any(

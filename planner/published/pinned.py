@@ -274,7 +274,8 @@ def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
     if replicas > 1:
         pins["optimizer_sharding"] = str(sharding)
     group = setup.shard_group or setup.dp // _expert_axis(setup)
-    if sharding is not OptimizerSharding.NONE and group > 1:
+    # Some software counts context ranks among those that share: where all replicas do, nothing is to be said.
+    if sharding is not OptimizerSharding.NONE and group > 1 and (setup.cp == 1 or group != replicas):
         pins["shard_size"] = str(group)
     if stages := _stage_layers(run):
         pins["stage_layers"] = "-".join(map(str, stages))

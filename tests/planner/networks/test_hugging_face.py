@@ -174,7 +174,7 @@ def test_names_notes_and_folders(tmp_path: Path) -> None:
         ({"model_type": "llama", "vocab_size": -1}, NetworkError, ("'vocab_size'", "-1")),
         ({"model_type": "llama", "hidden_size": "big"}, NetworkError, ("'hidden_size'", "'big'")),
         ({"model_type": "gpt2", "n_layer": True}, NetworkError, ("'n_layer'", "True")),
-        ({"model_type": "gpt2", "num_hidden_layers": 1e9}, NetworkError, ("'n_layer'", "1000000000.0")),
+        ({"model_type": "gpt2", "num_hidden_layers": 1e9}, NetworkError, ("'num_hidden_layers'", "1000000000.0")),
         ({"model_type": "bert", "max_position_embeddings": 4}, InputError, ("max_position_embeddings", "4", "10")),
     ],
 )

@@ -92,12 +92,16 @@ def test_what_a_run_has_beside_its_software_stands_behind_the_name(tmp_path: Pat
     assert not {"deterministic", "fused_loss"} & {part.partition("=")[0] for part in plain.split(",")}
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "none"])
-def test_context_ranks_share_states_as_the_row_says(tmp_path: Path, sharding: str) -> None:
+@pytest.mark.parametrize(
+    ("framework", "sharding"),
+    [("Megatron-LM (mcore)", "zero1"), ("Megatron-LM (mcore)", "none"), ("torchtitan", "zero3")],
+)
+def test_context_ranks_share_states_as_the_row_says(tmp_path: Path, framework: str, sharding: str) -> None:
     """Context ranks hold the same parameters: without data ranks too their states are shared out, or are not."""
     stated = {
         **PIPELINE, "pp": "1", "cp": "4", "dp": "1", "n_accels": "4", "global_batch": "4", "micro_batch": "2",
-        "attention_impl": "flash attention 2", "framework": "Megatron-LM (mcore)", "optimizer_sharding": sharding,
+        "attention_impl": "flash attention 2", "framework": framework, "optimizer_sharding": sharding,
+        "zero_fsdp": "FSDP2 over dp*cp=4" if sharding == "zero3" else "",
     }  # fmt: skip
     (row,) = rows_of(tmp_path, stated)
     assert row.run is not None
