@@ -1,7 +1,7 @@
 """What anyone could predict with a pencil: the errors that a planner has to beat.
 
 - *Utilisation*: six operations a parameter and token (Kaplan et al., arXiv:2001.08361), at one share of the peak for
-  each device, the median of its measured runs.
+  each device: the median of its sources, functional tests of tiny networks left aside.
 - *Roofline*: the longest of three times (Williams et al., 2009). Operations take the device's peak, bytes its
   memory's bandwidth, and the sum of gradients the links over which replicas lie. Nothing is fitted.
 """
@@ -16,6 +16,7 @@ import numpy as np
 from planner.cost.memory.parameters import parameter_count
 from planner.cost.training_run import LayeredNetwork, TrainingRun, TransformerShape
 from planner.plans.request import PRECISIONS
+from planner.published.aims import FUNCTIONAL
 from planner.published.results import ScoredRow
 
 UTILISATION, ROOFLINE = "6·N·D at one utilisation a device", "roofline"
@@ -86,16 +87,18 @@ def baseline_errors(rows: Sequence[ScoredRow], *, left_out: bool) -> dict[str, d
 
 def _shares(rows: Sequence[ScoredRow], *, left_out: bool) -> Callable[[ScoredRow], float]:
     """The share of the peak that a row's device reaches."""
-    reached = [(row.device, row.source, (row.operations_s or 0.0) / (row.measured_step_time_s or 1.0)) for row in rows]
+    reached: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row.group != FUNCTIONAL:
+            share = (row.operations_s or 0.0) / (row.measured_step_time_s or 1.0)
+            reached.setdefault(row.device, {}).setdefault(row.source, []).append(share)
 
-    def median(values: Iterable[float]) -> float:
-        known = list(values)
+    def median(devices: Iterable[str], without: str) -> float:
+        """The median over sources of the median of each: a large source has one voice."""
+        known = [np.median(found) for one in devices for of, found in reached.get(one, {}).items() if of != without]
         return float(np.median(known)) if known else 0.0
 
     found: dict[tuple[str, str], float] = {}
-    for key in {(row.device, row.source if left_out else "") for row in rows}:
-        device, source = key
-        others = [(on, share) for on, of, share in reached if of != source]
-        own = median(share for on, share in others if on == device)
-        found[key] = own or median(share for _, share in others) or 1.0
+    for device, source in {(row.device, row.source if left_out else "") for row in rows}:
+        found[device, source] = median([device], source) or median(reached, source) or 1.0
     return lambda row: found[row.device, row.source if left_out else ""]

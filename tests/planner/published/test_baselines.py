@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.published.aims import FUNCTIONAL
 from planner.published.baselines import ROOFLINE, UTILISATION, baseline_errors, operations_s, roofline_s
 from planner.published.reading import read_measurements
 from planner.published.results import ScoredRow
@@ -55,6 +56,13 @@ def test_a_utilisation_is_the_median_of_a_device_and_of_other_sources_when_left_
     # "a" is judged by "b", "b" by "a", and "c", alone on its device, by the median of both.
     left_out = baseline_errors(rows, left_out=True)
     assert left_out[UTILISATION][""] == pytest.approx((abs(4 / 2 - 1) + abs(2 / 4 - 1) + abs(1 / x / 8 - 1)) / 3)
+
+
+def test_a_large_source_has_one_voice_and_functional_tests_have_none() -> None:
+    many = [replace(row("a", "x", 2.0), row_id=str(number)) for number in range(9)]
+    tests = [replace(row("d", "x", 100.0), group=FUNCTIONAL)]
+    found = baseline_errors([*many, row("b", "x", 4.0), *tests], left_out=False)
+    assert found[UTILISATION]["g"] == pytest.approx((9 * abs(4 / 3 - 1) * 1 + abs(2 / 3 - 1)) / 10)
 
 
 def test_rows_without_a_measurement_or_a_prediction_do_not_count() -> None:
