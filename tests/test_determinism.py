@@ -1,11 +1,10 @@
 """The same request gives the same bytes: over hash seeds, on one core and on all, with and without a cache.
 
-On a processor with other instructions numbers may differ in their last digits: NumPy's powers and logarithms do.
+And on a processor with fewer instructions, whose powers and logarithms differ in the last digit: files have fewer.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
@@ -58,21 +56,6 @@ def planned(
     return out.read_bytes()
 
 
-def assert_equal_to_rounding(found: Any, wanted: Any) -> None:
-    """The same data, numbers to 12 digits."""
-    if isinstance(wanted, dict):
-        assert list(found) == list(wanted)
-        found, wanted = list(found.values()), list(wanted.values())
-    if isinstance(wanted, list):
-        assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            assert_equal_to_rounding(one, other)
-    elif isinstance(wanted, float):
-        assert found == pytest.approx(wanted, rel=1e-12)
-    else:
-        assert found == wanted
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("request_name", list(REQUESTS))
 def test_the_same_request_gives_the_same_bytes(request_name: str, tmp_path: Path) -> None:
@@ -83,5 +66,6 @@ def test_the_same_request_gives_the_same_bytes(request_name: str, tmp_path: Path
     assert planned(tmp_path, request, seed=5, cache=tmp_path / "cold") == first, "an empty cache"
     if len(own_cores()) > 1 and hasattr(os, "sched_setaffinity"):
         assert planned(tmp_path, request, seed=6, cache=warm, one_core=True) == first, "one core"
-    older = planned(tmp_path, request, seed=7, cache=tmp_path / "old", variables=OLD_PROCESSOR)
-    assert_equal_to_rounding(json.loads(older), json.loads(first))
+    assert planned(tmp_path, request, seed=7, cache=tmp_path / "old", variables=OLD_PROCESSOR) == first, (
+        "an older processor"
+    )

@@ -29,6 +29,7 @@ from planner.plans.plan import (
     Plan,
     RecomputeRange,
     Status,
+    to_digits,
 )
 from planner.plans.rule_text import rule_from_text, rule_to_text
 from planner.plans.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel, StrategyModel, validate
@@ -353,7 +354,10 @@ def _rules(texts: PlacementsModel, axes: int, where: str) -> dict[str, NodeRules
 
 
 def _render(value: object, indent: str = "") -> str:
-    """Render JSON with one object key a line and lists of plain values on one line, so that diffs read well."""
+    """Render JSON with one object key a line and lists of plain values on one line, so that diffs read well.
+
+    Numbers have the digits of `planner.plans.plan.DIGITS`.
+    """
     inner = indent + "  "
     if isinstance(value, dict) and value:
         body = ",\n".join(f"{inner}{json.dumps(key)}: {_render(item, inner)}" for key, item in value.items())
@@ -361,4 +365,10 @@ def _render(value: object, indent: str = "") -> str:
     if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         body = ",\n".join(inner + _render(item, inner) for item in value)
         return f"[\n{body}\n{indent}]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(_rounded(value), ensure_ascii=False, allow_nan=False)
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return to_digits(value) if isinstance(value, float) else value

@@ -30,6 +30,19 @@ _SAME = 1e-9
 """Relative difference of objectives that are one."""
 
 
+DIGITS = 12
+"""Of the numbers in a strategy file: powers and logarithms of another processor differ in the last of a float's 16."""
+
+
+def to_digits(value: float) -> float:
+    """A number as it stands in a strategy file.
+
+    >>> to_digits(0.00720160574297597)
+    0.00720160574298
+    """
+    return float(f"{value:.{DIGITS}g}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
     """What the search proved: the least objective found, and a bound that no plan of what was searched can beat.
@@ -62,6 +75,10 @@ class Certificate:
     largest_table: int = 0
     configurations: int = 0
     partitions: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("objective_s", "lower_bound_s"):
+            object.__setattr__(self, name, to_digits(getattr(self, name)))
 
     @property
     def of_mesh(self) -> bool:

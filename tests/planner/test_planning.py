@@ -444,7 +444,7 @@ def test_a_plan_solved_again_keeps_the_bound_of_the_whole_limit(monkeypatch: pyt
     monkeypatch.setattr(one_stage, "_again", again)
     request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, pins={"dp": "2"})
     found = plan_network(request).candidates[0].plan.certificate
-    assert found.lower_bound_s == bounds[0]
+    assert found.lower_bound_s == pytest.approx(bounds[0], rel=1e-9)
     assert found.status is Status.BOUNDED
 
 
@@ -458,7 +458,7 @@ def test_nothing_is_called_optimal_whose_pins_the_closed_form_leaves_out(pin: st
     result = plan_network(request)
     certificate, best = result.candidates[0].plan.certificate, result.candidates[0].prediction.step_time_s
     assert result.status is certificate.status is Status.BOUNDED
-    assert certificate.lower_bound_s < certificate.objective_s <= best
+    assert certificate.lower_bound_s < certificate.objective_s <= best * (1 + 1e-9)
     assert any(f"does not count what {pin}" in message for message in result.messages)
     assert plan_network(replace(request, pins={})).status is Status.OPTIMAL
 
