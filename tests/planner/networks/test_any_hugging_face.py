@@ -88,9 +88,9 @@ def test_few_blocks_stand_for_all_and_the_graph_is_what_autograd_computes(kind: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
 def test_attention_is_what_transformers_computes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import planner.networks.zoo.experts as experts
+    from planner.networks.zoo import configs
 
-    monkeypatch.setattr(experts, "CAPACITY", 4)
+    monkeypatch.setattr(configs, "CAPACITY", 4)
     ours = load(tmp_path, kind).build(seed=0)
     config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
