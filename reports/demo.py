@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.planning.prediction import HOST
 from planner.plans.file import read_strategy
 from planner.plans.plan import Plan
 from reports import page
@@ -162,8 +163,9 @@ def _timeline(folder: Path, spec: str, name: str, where: str, devices: int) -> H
     mesh = f"data {plan.degree('data')} × tensor {plan.degree('tensor')}"
     mesh += f" × {plan.pipeline} stages" if plan.pipeline > 1 else ""
     prediction: Mapping[str, Any] = found.prediction or {}
-    step = seconds_text(prediction["step_time_s"])
-    return page.drawing(svg, title=title, caption=f"Simulated: {step}, {mesh}. Below, the memory of one device.")
+    step, host_s = seconds_text(prediction["step_time_s"]), prediction.get("breakdown", {}).get(HOST, 0.0)
+    once = f", of which the host takes {seconds_text(host_s)} once a step (not drawn)" if host_s else ""
+    return page.drawing(svg, title=title, caption=f"Simulated: {step}{once}; {mesh}. Below, the memory of one device.")
 
 
 def comparison_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
