@@ -126,8 +126,8 @@ class FileKind:
             _check_depth(found)
             _check_letters(found, text)
         except json.JSONDecodeError as error:
-            comma = " (a comma before a closing bracket)" if text[: error.pos].rstrip().endswith(",") else ""
-            why = f"line {error.lineno}, column {error.colno}: {error.msg}{comma}"
+            error = _same_in_every_python(error)
+            why = f"line {error.lineno}, column {error.colno}: {error.msg}"
         except RecursionError:
             why = f"it is nested deeper than {MAX_DEPTH} levels"
         except ValueError as error:
@@ -158,7 +158,7 @@ class FileKind:
             why = getattr(error, "strerror", None) or error
             raise self.error(f"{self.name} {str(path)!r} cannot be read: {why}; {self.remedy}") from None
         except ValueError as error:
-            if "null byte" not in str(error):
+            if "embedded null" not in str(error):  # byte, from Python 3.13 on character
                 raise
             raise self.error(f"{self.name} {str(path)!r} cannot be read: {error}; {self.remedy}") from None
 
@@ -173,11 +173,21 @@ def is_regular(path: str | Path) -> bool:
 
 # JSON
 
+_COMMA_AT_END = re.compile(r",\s*[\]}]")
+
 
 def _integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ValueError(f"the number {text[:MAX_DIGITS]}… has more than {MAX_DIGITS} digits")
     return int(text)
+
+
+def _same_in_every_python(error: json.JSONDecodeError) -> json.JSONDecodeError:
+    """The error at a comma before a closing bracket, which Python names from 3.13 on, and until then what follows."""
+    for place in (error.pos, len(error.doc[: error.pos].rstrip()) - 1):
+        if place >= 0 and _COMMA_AT_END.match(error.doc, place):
+            return json.JSONDecodeError("a comma before a closing bracket", error.doc, place)
+    return error
 
 
 def _refuse_constant(name: str) -> None:
