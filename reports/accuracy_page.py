@@ -200,16 +200,17 @@ def _aims(fits: Sequence[tuple[str, Accuracy]]) -> Html:
 
 
 def _baselines(name: str, judged: Accuracy) -> Html:
-    """What a pencil would have said of the same rows."""
-    pencil = baseline_errors(judged.rows, left_out=name == LEFT_OUT)
+    """Errors of the naive baselines on the same rows."""
+    naive = baseline_errors(judged.rows, left_out=name == LEFT_OUT)
     lines: list[list[Cell]] = []
     for title, group in (("all rows", ""), *((one, one) for one in GROUPS)):
         metrics = judged.by_group.get(group) if group else judged.overall
-        if metrics is not None and metrics.time_mean is not None and group in pencil[ROOFLINE]:
-            others = (percent_text(pencil[baseline][group]) for baseline in (UTILISATION, ROOFLINE))
+        if metrics is not None and metrics.time_mean is not None and group in naive[ROOFLINE]:
+            others = (percent_text(naive[baseline][group]) for baseline in (UTILISATION, ROOFLINE))
             lines.append([title, f"{metrics.timed:,}", percent_text(metrics.time_mean), *others])
     columns = ["rows", "n", "plans", UTILISATION, ROOFLINE]
-    return page.table(columns, lines, caption=f"Mean error of step times beside a pencil: {name}", numbers=(1, 2, 3, 4))
+    caption = f"Mean error of step times beside naive baselines: {name}"
+    return page.table(columns, lines, caption=caption, numbers=(1, 2, 3, 4))
 
 
 def _verdict(met: bool | None) -> Html:

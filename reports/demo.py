@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NETWORKS = {"zoo:mlp": "MLP", "zoo:gpt2-tiny": "small GPT-2"}
 CLUSTER, CLUSTER_DEVICES = "dgx-a100", 8
 KNOWN, KNOWN_NAME, KNOWN_CLUSTER, KNOWN_DEVICES = "zoo:llama2-7b", "Llama 2 7B", "dgx-h100", 64
-"""What is planned for a cluster that is not here: a network that people know."""
+"""A well-known network, planned for a cluster that is not at hand."""
 PROCESSES = 2
 STEPS = 20
 WIDTH = 100
@@ -141,7 +141,7 @@ def _comparison(folder: Path, spec: str) -> Comparison:
 
 
 def _known_cards(folder: Path) -> list[tuple[str, str, str]]:
-    """What is predicted of the network that people know."""
+    """Cards with the prediction for the well-known network."""
     prediction: Mapping[str, Any] = read_strategy(_strategy(folder, KNOWN, KNOWN_DEVICES)).prediction or {}
     where = f"{KNOWN_NAME} on {KNOWN_DEVICES} × {KNOWN_CLUSTER}"
     step, interval = prediction["step_time_s"], interval_text(*prediction["interval_s"])

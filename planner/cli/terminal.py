@@ -63,7 +63,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 class Terminal:
     """The streams of one command and how much it says.
 
-    ``width`` is None for the width of the terminal, or `LEAST_WIDTH` columns where there is none.
+    ``width`` counts columns; None takes those of the terminal, or `LEAST_WIDTH` in a pipe.
     """
 
     json: bool

@@ -1,4 +1,4 @@
-"""What anyone could predict with a pencil: the errors that a planner has to beat.
+"""Two naive predictions of step times, which plans have to beat.
 
 - *Utilisation*: six operations a parameter and token (Kaplan et al., arXiv:2001.08361), at one share of the peak for
   each device: the median of its sources, functional tests of tiny networks left aside.
@@ -21,7 +21,7 @@ from planner.published.results import ScoredRow
 
 UTILISATION, ROOFLINE = "6·N·D at one utilisation a device", "roofline"
 _ACTIVATION_BYTES = 34.0
-"""What a layer keeps for each token and channel in 16 bits (Korthikanti et al., arXiv:2205.05198)."""
+"""Bytes of activations that a layer keeps per token and channel, in 16 bits (Korthikanti et al., arXiv:2205.05198)."""
 _PASSES = 3.0
 """The backward pass has two products for each of the forward pass."""
 

@@ -36,7 +36,7 @@ class ScoredRow:
     likely_cause
         Why the prediction is off, where the comparison can tell.
     operations_s, roofline_s
-        Seconds by the pencil: operations at the device's peak, and the roofline (`planner.published.baselines`).
+        Seconds by `planner.published.baselines`: operations at the device's peak, and the roofline.
     """
 
     row_id: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -78,15 +78,7 @@ def test_experts_with_a_context_axis_train_alike() -> None:
         {"network": "mixtral", "cp": "2", "pp": "2", "context_algorithm": "all_to_all"},
         {"network": "mixtral", "dp": "2", "cp": "2", "context_algorithm": "ring"},
     )
-    plain = {name: values[0] for name, values in factors().items()} | {
-        "devices": "4", "global_batch": "16", "optimizer": "adam", "tp": "1", "dp": "1", "pp": "1", "cp": "1",
-        "ep": "1", "micro_batch": "1", "micro_batches": "", "sharding_threshold_kb": "", "offload_to": "",
-    }  # fmt: skip
-    plain |= dict.fromkeys(("schedule", "context_algorithm", "expert_messages", "expert_cut"), "")
-    taken: list[tuple[Combination, str]] = [({**plain, **way}, EXACT) for way in ways]
-    trials = Trials(taken)
-    trials.run()
-    assert not {name_of(*one): fault for one in taken if (fault := trials.fault(*one))}
+    assert_all_train_alike("4", ways)
 
 
 @pytest.mark.slow
@@ -98,9 +90,14 @@ def test_states_shared_over_replicas_of_all_axes_train_alike() -> None:
         {"network": "mixtral", "dp": "2", "tp": "4", "ep": "4", "optimizer_sharding": "zero2"},
         {"network": "mixtral", "dp": "2", "tp": "2", "pp": "2", "ep": "4", "optimizer_sharding": "zero1"},
     )
+    assert_all_train_alike("8", ways)
+
+
+def assert_all_train_alike(devices: str, ways: Sequence[Combination]) -> None:
+    """Train each of the ways on so many devices and in one process; what a way leaves out is as plain as can be."""
     plain = {name: values[0] for name, values in factors().items()} | {
-        "devices": "8", "global_batch": "16", "optimizer": "adam", "tp": "1", "cp": "1", "micro_batch": "1",
-        "micro_batches": "", "sharding_threshold_kb": "", "offload_to": "",
+        "devices": devices, "global_batch": "16", "optimizer": "adam", "tp": "1", "dp": "1", "pp": "1", "cp": "1",
+        "ep": "1", "micro_batch": "1", "micro_batches": "", "sharding_threshold_kb": "", "offload_to": "",
     }  # fmt: skip
     plain |= dict.fromkeys(("schedule", "context_algorithm", "expert_messages", "expert_cut"), "")
     taken: list[tuple[Combination, str]] = [({**plain, **way}, EXACT) for way in ways]

@@ -1,4 +1,4 @@
-"""What a pencil predicts beside the plans."""
+"""Naive baselines beside the predictions of plans."""
 
 from __future__ import annotations
 
