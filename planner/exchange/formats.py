@@ -182,10 +182,11 @@ def _table(config: TrainingConfig, table: Capability, keys: Mapping[str, str]) -
     """What the framework's table leaves out, one field at a time."""
     for rounding in roundings(config, table):
         for name, value in rounding.changed:
+            with_what = f" with {config.micro_batches} micro-batches on {config.pp} pipeline ranks"
             yield Violation(
                 key=keys.get(name, name),
                 value=str(value).lower(),
-                rule=f"{table.framework} {table.version} cannot run it",
+                rule=f"{table.framework} {table.version} cannot run it{with_what if value in table.schedules else ''}",
                 remedy=f"use {rounding.to}",
             )
             break
@@ -311,12 +312,14 @@ def _experts(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
 
 def _schedule(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
     name, virtual, pipeline = config.schedule, config.vpp or 1, config.pp or 1
-    if name is None or name in table.schedules:
+    if name is None:
         return {}
     while name not in table.schedules:
         name = _NEAREST_SCHEDULE[name]
-        if name == "interleaved_1f1b" and (config.micro_batches or 0) % pipeline:
-            name = "1f1b"
+    if name == "interleaved_1f1b" and config.micro_batches and not table.interleaves(pipeline, config.micro_batches):
+        name = "1f1b"
+    if name == config.schedule:
+        return {}
     if name == "1f1b" and virtual > 1:
         return {"schedule": name, "vpp": 1, "layers": _joined(config.layers or (), pipeline)}
     return {"schedule": name}

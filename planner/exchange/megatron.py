@@ -14,9 +14,11 @@ from planner.exchange.layout import read_layout, write_layout
 from planner.exchange.shell import Script, read_script
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
 from simulator.errors import InputError
+from simulator.schedules.generators import interleaved_group
 
 VERSION = "0.19"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 DEVICES = ("NUM_GPUS", "WORLD_SIZE")
 _COUNT = re.compile(r"[0-9]{1,12}")
 KEYS: Mapping[str, str] = {
@@ -96,6 +98,7 @@ READ = frozenset(
         "--num-virtual-stages-per-pipeline-rank",
         "--recompute-modules",
         "--num-layers-per-virtual-pipeline-stage",
+        GROUP,
         "--pipeline-model-parallel-layout",
         "--expert-tensor-parallel-size",
         "--recompute-granularity",
@@ -150,6 +153,8 @@ def arguments(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
         found[KEYS["layers"]] = (write_layout(config.layers, config.mtp_layers or 0),)
     elif (config.vpp or 1) > 1:
         found[KEYS["vpp"]] = (str(config.vpp),)
+    if config.schedule == "interleaved_1f1b" and (config.micro_batches or 0) % (config.pp or 1):
+        found[GROUP] = (str(interleaved_group(config.pp or 1, config.micro_batches or 1)),)
     if (config.ep or 1) > 1:
         found[KEYS["etp"]] = (str(config.etp or config.tp or 1),)
         if config.expert_overlap:
@@ -275,7 +280,8 @@ def read(text: str, source: str) -> ReadConfig:
         config=config,
         sizes=sizes,
         not_read=tuple(name for name in options if name not in READ and name not in RENAMED),
-        violations=tuple(_broken(script, config, sizes)),
+        violations=(*_broken(script, config, sizes), *_grouped(options, config, source)),
+        notes=_other_group(options, config, source),
     )
 
 
@@ -465,6 +471,29 @@ def _broken(script: Script, config: TrainingConfig, sizes: Mapping[str, int | st
         )
 
 
+def _grouped(options: Mapping[str, tuple[str, ...]], config: TrainingConfig, source: str) -> Iterator[Violation]:
+    """The rule of Megatron's interleaved schedule: p or more micro-batches pass a chunk, and p or more are left over."""
+    ranks, count = config.pp or 1, config.micro_batches
+    if config.schedule != "interleaved_1f1b" or count is None or count < ranks:
+        return
+    group = _number(options, GROUP, source) or ranks
+    if not ranks <= group <= count or 0 < count % group < ranks:
+        yield Violation(
+            key=GROUP,
+            value=str(group),
+            rule=f"groups of the {count} micro-batches, the last one too, have at least {ranks}, one a pipeline rank",
+            remedy=f"use {interleaved_group(ranks, count)}",
+        )
+
+
+def _other_group(options: Mapping[str, tuple[str, ...]], config: TrainingConfig, source: str) -> tuple[str, ...]:
+    given, count = _number(options, GROUP, source), config.micro_batches
+    if given is None or count is None or config.schedule != "interleaved_1f1b":
+        return ()
+    usual = interleaved_group(config.pp or 1, count)
+    return () if given == usual else (f"{GROUP} {given} is timed as {usual}",)
+
+
 def rules(config: TrainingConfig) -> Iterator[Violation]:
     """Rules of Megatron-LM across fields."""
     pipeline, virtual = config.pp or 1, config.vpp or 1
@@ -508,14 +537,6 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             why = "it needs --bf16 or --fp16"
         if why:
             yield Violation(key=KEYS["expert_overlap"], value="", rule=why, remedy="leave it out")
-    count = config.micro_batches
-    if virtual > 1 and count is not None and count % pipeline > 0:
-        yield Violation(
-            key=KEYS["vpp"],
-            value=str(virtual),
-            remedy="use another batch, or one chunk a rank",
-            rule=f"the {count} micro-batches of a step must be a multiple of {pipeline} pipeline ranks",
-        )
     if config.shard_size and config.dp and config.dp % config.shard_size:
         yield Violation(
             key=KEYS["shard_size"],

@@ -381,13 +381,6 @@ def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
             remedy="give every rank two parts",
         )
     yield from unnamed_stages(config, KEYS["layers"])
-    if config.schedule == "interleaved_1f1b" and (config.micro_batches or 0) % (config.pp or 1):
-        yield Violation(
-            key=KEYS["micro_batch"],
-            value=str(config.micro_batch),
-            remedy="use another micro-batch",
-            rule=f"the {config.micro_batches} micro-batches must be a multiple of {config.pp} pipeline ranks",
-        )
     if bool(config.offload_optimizer) != bool(config.offload_parameters):
         yield Violation(
             key=KEYS["offload_optimizer"],

@@ -30,6 +30,7 @@ class Capability(BaseModel):
     context: tuple[Algorithm, ...]
     expert_cut: tuple[Literal["width", "whole"], ...]
     schedules: tuple[str, ...]
+    interleaving: Literal["multiples", "rounds", "groups"] = "multiples"
     uneven_stages: bool
     optimizer_sharding: tuple[Sharding, ...]
     optimizer_sharding_with_pipeline: tuple[Sharding, ...]
@@ -45,6 +46,17 @@ class Capability(BaseModel):
     def shardings(self, pipeline: int) -> tuple[Sharding, ...]:
         """ZeRO levels beside a pipeline of so many ranks."""
         return self.optimizer_sharding if pipeline == 1 else self.optimizer_sharding_with_pipeline
+
+    def interleaves(self, pipeline: int, micro_batches: int) -> bool:
+        """Whether interleaved 1F1B runs so many micro-batches on so many pipeline ranks.
+
+        >>> [capabilities()[name].interleaves(4, 14) for name in ("megatron", "torchtitan", "mindformers")]
+        [True, False, False]
+        """
+        if self.interleaving == "groups":
+            return micro_batches >= pipeline
+        rounds = max(1, micro_batches // pipeline) if self.interleaving == "rounds" else pipeline
+        return micro_batches % rounds == 0
 
 
 NAME_ENDS = ":"

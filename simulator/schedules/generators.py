@@ -30,17 +30,28 @@ def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int) -> Sch
     return _alternating("1f1b", ranks, micro_batches, ranks - 1 - np.arange(ranks))
 
 
-def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
+def interleaved(ranks: int, micro_batches: int, chunks: int, group: int | None = None) -> Schedule:
     """Interleaved 1F1B in the order of Megatron-LM (Narayanan et al., arXiv:2104.04473, 2.2).
 
-    Micro-batches pass the chunks of a rank in groups of p. Where p does not divide their number the group is the
-    smallest one above p that leaves no remainder below p, which is Megatron-Core's condition for a group.
+    Micro-batches pass the chunks of a rank in groups, by default those of `interleaved_group`.
     """
-    group = next(
-        (g for g in range(ranks, micro_batches) if micro_batches % g == 0 or micro_batches % g >= ranks), micro_batches
-    )
+    group = group or interleaved_group(ranks, micro_batches)
     warmup = 2 * (ranks - 1 - np.arange(ranks)) + (chunks - 1) * group
     return _alternating("interleaved_1f1b", ranks, micro_batches, warmup, chunks=chunks, group=group)
+
+
+def interleaved_group(ranks: int, micro_batches: int) -> int:
+    """Micro-batches that pass one chunk of a rank before the next chunk begins.
+
+    They are as many as ranks p. Where p does not divide the micro-batches, the group is the smallest one above p that
+    leaves no remainder below p, which is Megatron-Core's condition for a group.
+
+    >>> interleaved_group(4, 12), interleaved_group(4, 14), interleaved_group(4, 6)
+    (4, 5, 6)
+    """
+    return next(
+        (g for g in range(ranks, micro_batches) if micro_batches % g == 0 or micro_batches % g >= ranks), micro_batches
+    )
 
 
 def zb_h1(ranks: int, micro_batches: int, chunks: int) -> Schedule:

@@ -307,9 +307,9 @@ def _something_left(extent: Extent) -> None:
 
 def _why_no_schedule(extent: Extent) -> str:
     """What a pinned schedule needs of micro-batches, where that is what is missing."""
-    pins = extent.pins
+    pins, runs = extent.pins, extent.pins.runs
     needs: dict[str, tuple[str, Callable[[int], int]]] = {
-        "interleaved_1f1b": ("a multiple of pp", lambda ranks: ranks),
+        "interleaved_1f1b": ("at least pp" if runs is None else "a multiple of pp", lambda ranks: ranks),
         "zb_h1": ("at least 2 × pp", lambda ranks: 2 * ranks),
         "zb_h2": ("at least 2 × pp", lambda ranks: 2 * ranks),
         "zbv": ("at least 2 × pp", lambda ranks: 2 * ranks),

@@ -9,7 +9,8 @@ import numpy as np
 
 from planner.search.stages.fragments import FloatArray, IntArray
 from simulator.pipeline import step_of_passes
-from simulator.schedules import ActionKind, make_schedule
+from simulator.schedules import ActionKind, Schedule, make_schedule
+from simulator.schedules.generators import interleaved, interleaved_group
 
 ONE_STAGE = "none"
 SPLIT = frozenset({"zb_h1", "zb_h2", "zbv", "dualpipe_v"})
@@ -112,7 +113,8 @@ def schedule_shape(
     messages follow one another beside the passes, so that the longer of both counts. Interleaved, the first rank has
     p v + p - 1 passes in flight, p - 1 more than a micro-batch's way through all chunks and back takes: behind those
     messages hide. ZB-H2 and ZBV have more in flight and wait in the fill only, ZB-H2 for messages there alone where
-    ranks end together.
+    ranks end together. Where p does not divide the micro-batches, they pass chunks in groups g of more than p: a step
+    takes the same, and the first rank has (v - 1) g + 2 p - 1 passes in flight.
 
     Where ranks stand still while they send, those between the others send an activation on and a gradient back for
     every micro-batch and chunk, which is what passes over one cut; of two ranks each sends one of them. In GPipe both
@@ -124,14 +126,14 @@ def schedule_shape(
             rank_of=np.zeros(1, dtype=np.int64), in_flight=one, fill_share=0.0, split=False, fill_sends=0.0,
             steady_sends=0.0,
         )  # fmt: skip
-    waits, hidden = 0.0, 0.0
+    waits, hidden, group = 0.0, 0.0, _group(name, ranks, micro_batches)
     if name in ("1f1b", "zb_h1"):
         waits, hidden = (micro_batches - 1) * (ranks - 1) / ranks, 0.0 if name == "1f1b" else 1 / 3
     elif name == "gpipe":
         waits, hidden = micro_batches - 1.0, 1.0
     elif name == "interleaved_1f1b":
-        around, passes = ranks * chunks, ranks * chunks + ranks - 1
-        waits, hidden = micro_batches * (around - 1) / passes, (ranks - 1) / passes
+        around, passes = ranks * chunks, (chunks - 1) * group + 2 * ranks - 1
+        waits, hidden = micro_batches * (around - 1) / passes, (passes - around) / passes
     alone = name in ("1f1b", *SPLIT) and ranks == 2
     sent = (micro_batches - 1) / (2 if alone else 1)
     # What interleaved ranks send while the pipeline fills and drains stops nobody.
@@ -140,7 +142,7 @@ def schedule_shape(
     if not overlaps:
         waits, hidden, still = sent, 0.0, sent
     fill_sends = 0.5 if name == "zb_h2" and together else _FILL_SENDS.get(name, 1.0)
-    rank_of, in_flight, mixes = _in_flight(name, ranks, chunks, _enough(ranks, micro_batches))
+    rank_of, in_flight, mixes = _in_flight(name, ranks, chunks, min(micro_batches, 3 * group), group)
     if name == "gpipe":
         in_flight = np.full(ranks, float(micro_batches))
     return ScheduleShape(
@@ -185,14 +187,15 @@ def _uneven(
     forward, backward = both / 3, both * 2 / 3
 
     def step_s(count: int) -> float:
-        return step_of_passes(make_schedule(name, ranks, count, chunks), forward, backward, together=together)
+        return step_of_passes(_schedule(name, ranks, chunks, count, group), forward, backward, together=together)
 
-    few = 3 * ranks
+    group = _group(name, ranks, micro_batches)
+    few = 3 * group
     if micro_batches <= few:
         made = step_s(micro_batches)
     else:
         made = step_s(few)
-        made += (made - step_s(few - ranks)) / ranks * (micro_batches - few)
+        made += (made - step_s(few - group)) / group * (micro_batches - few)
     shape = schedule_shape(name, ranks, chunks, micro_batches, together=together)
     fill = shape.fill_s(forward, backward, backward / 2)
     turns = (micro_batches * both - fill).reshape(chunks, ranks)
@@ -249,7 +252,7 @@ def fits_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> boo
     if ranks == 1:
         return False
     if name == "interleaved_1f1b":
-        return chunks > 1 and micro_batches % ranks == 0
+        return chunks > 1 and micro_batches >= ranks
     if name in ("zbv", "dualpipe_v"):
         return chunks == 2 and micro_batches >= 2 * ranks
     if name in ("zb_h1", "zb_h2"):
@@ -257,20 +260,29 @@ def fits_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> boo
     return chunks == 1
 
 
-def _enough(ranks: int, micro_batches: int) -> int:
-    """Micro-batches after which nothing new happens, but that GPipe keeps all of them."""
-    return min(micro_batches, 3 * ranks)
+def _group(name: str, ranks: int, micro_batches: int) -> int:
+    """Micro-batches after which a schedule repeats itself; after three times as many nothing new happens.
+
+    But that GPipe keeps all of them.
+    """
+    return interleaved_group(ranks, micro_batches) if name == "interleaved_1f1b" else ranks
+
+
+def _schedule(name: str, ranks: int, chunks: int, micro_batches: int, group: int) -> Schedule:
+    if name == "interleaved_1f1b":
+        return interleaved(ranks, micro_batches, chunks, group)
+    return make_schedule(name, ranks, micro_batches, chunks)
 
 
 @lru_cache(maxsize=1024)
 def _in_flight(
-    name: str, ranks: int, chunks: int, micro_batches: int
+    name: str, ranks: int, chunks: int, micro_batches: int, group: int
 ) -> tuple[IntArray, FloatArray, tuple[tuple[float, float], ...]]:
     """(chunks,) rank of each chunk, and forward passes less finished backward passes when its rank has most in flight.
 
     And `ScheduleShape.mixes`.
     """
-    schedule = make_schedule(name, ranks, micro_batches, chunks)
+    schedule = _schedule(name, ranks, chunks, micro_batches, group)
     rank_of = schedule.stage_rank.astype(np.int64)
     if name == "gpipe":
         return rank_of, np.full(ranks, float(micro_batches)), ((1.0, 0.0),)

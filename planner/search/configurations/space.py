@@ -275,6 +275,10 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
             chunks = [pins.vpp] if pins.vpp else sorted({*range(2, MOST_CHUNKS + 1), max(deepest, 2)})
         for virtual in chunks:
             wanted = pins.vpp in (None, virtual) and pipeline * virtual <= extent.units
+            if name == "interleaved_1f1b" and micro_batches % pipeline:
+                # Few frameworks run remainders, so they are planned where the schedule is pinned.
+                runs = pins.runs is None or pins.micro_batches or pins.runs.interleaves(pipeline, micro_batches)
+                wanted = wanted and pins.schedule is not None and bool(runs)
             if wanted and fits_schedule(name, pipeline, virtual, micro_batches):
                 yield name, virtual
 

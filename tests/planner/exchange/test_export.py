@@ -94,6 +94,27 @@ def test_a_plan_that_is_written_and_read_is_planned_again_as_it_was(interleaved:
     assert config_of(again, graph) == config_of(interleaved, graph)
 
 
+def test_remainders_of_micro_batches_are_planned_and_run_where_the_framework_takes_them() -> None:
+    pins = "pp=4", "dp=1", "tp=1", "vpp=2", "micro_batches=6", "schedule=interleaved_1f1b", "recompute=none"
+    plan = planned(pins, devices=4, batch=12)
+    assert (plan.micro_batches, plan.pipeline, plan.virtual) == (6, 4, 2)
+    graph = graph_of(plan)
+    megatron = FORMATS["megatron"]
+    text = export_plan(plan, graph, megatron).written.text
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    assert f"{flag} 6" in text
+    assert not megatron.read(text, "plan.sh").violations
+    for group in ("", f"{flag} 4", f"{flag} 7"):
+        read = megatron.read(text.replace(f"{flag} 6", group), "plan.sh")
+        assert [broken.key for broken in read.violations] == [flag]
+    assert export_plan(plan, graph, FORMATS["torchtitan"]).cannot_say == ()
+    with pytest.raises(InputError, match="MindFormers.*schedule=interleaved_1f1b.*nearest: schedule=1f1b"):
+        export_plan(plan, graph, FORMATS["mindformers"])
+    assert not megatron.read(text, "plan.sh").notes
+    other = text.replace(f"{flag} 6", f"{flag} 7").replace("--global-batch-size 12", "--global-batch-size 28")
+    assert megatron.read(other, "plan.sh").notes == (f"{flag} 7 is timed as 5",)
+
+
 def test_stages_of_different_size_are_kept() -> None:
     plan = planned(("pp=4", "tp=1", "schedule=1f1b", "optimizer_sharding=none", "micro_batch=1"))
     graph = graph_of(plan)

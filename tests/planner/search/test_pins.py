@@ -77,7 +77,7 @@ CONTRADICTIONS: list[tuple[Extent, dict[str, Any], tuple[str, ...]]] = [
     (
         GPT,
         {"schedule": "interleaved_1f1b", "pp": 8, "micro_batch": 128},
-        ("a multiple of pp", "4 on pp=8", "--global-batch 1024", "pp=4"),
+        ("at least pp", "4 on pp=8", "--global-batch 1024", "pp=4"),
     ),
     (GPT, {"sequence_parallel": True, "tp": 1}, ("sequence_parallel=true tp=1", "tp=2")),
     (IMAGES, {"sequence_parallel": True}, ("sequence_parallel=true", "no token sequences")),

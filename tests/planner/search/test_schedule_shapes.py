@@ -91,6 +91,20 @@ def test_ranks_that_stand_still_send_for_every_micro_batch(
     assert found == pytest.approx(simulate_pipeline(made, costs).step_time_s, rel=within)
 
 
+@settings(max_examples=40, deadline=None)
+@given(ranks=st.integers(2, 6), chunks=st.integers(2, 3), more=st.integers(0, 40))
+def test_micro_batches_that_ranks_do_not_divide_take_and_keep_what_is_said(ranks: int, chunks: int, more: int) -> None:
+    micro_batches = ranks + more
+    schedule = make_schedule("interleaved_1f1b", ranks, micro_batches, chunks)
+    made = simulate_pipeline(schedule, PipelineCosts(forward_s=1.0, backward_s=2.0))
+    assert step_s("interleaved_1f1b", ranks, chunks, micro_batches, 0.0, overlaps=True) == pytest.approx(
+        made.step_time_s, rel=1e-9
+    )
+    shape = schedule_shape("interleaved_1f1b", ranks, chunks, micro_batches)
+    held = pipeline_memory(schedule, made.starts_s, made.ends_s, PipelineBytes(activations=1.0))
+    assert np.bincount(shape.rank_of, shape.in_flight).tolist() == [rank.peak_bytes for rank in held]
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     name=st.sampled_from(["zb_h1", "zb_h2"]), ranks=st.integers(2, 6), rounds=st.integers(2, 5), send=st.integers(0, 25)
