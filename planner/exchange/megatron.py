@@ -472,7 +472,7 @@ def _broken(script: Script, config: TrainingConfig, sizes: Mapping[str, int | st
 
 
 def _grouped(options: Mapping[str, tuple[str, ...]], config: TrainingConfig, source: str) -> Iterator[Violation]:
-    """The rule of Megatron's interleaved schedule: p or more micro-batches pass a chunk, and p or more are left over."""
+    """Megatron's rule of interleaved schedules: a group has as many micro-batches as there are ranks, or more."""
     ranks, count = config.pp or 1, config.micro_batches
     if config.schedule != "interleaved_1f1b" or count is None or count < ranks:
         return
