@@ -119,7 +119,9 @@ def regret(workload: Workload, table: pd.DataFrame) -> dict[str, object] | None:
 
 def _said(run: PinnedRun) -> str:
     norms = f"norms {run.norms}" if run.norms else ""
-    return " ".join(filter(None, [*(f"{name}={value}" for name, value in run.pins), run.attention, norms]))
+    return " ".join(
+        filter(None, [*(f"{name}={value}" for name, value in run.pins.named().items()), run.attention, norms])
+    )
 
 
 def show(found: pd.DataFrame, console: Console) -> None:

@@ -31,8 +31,8 @@ from planner.networks import load_network
 from planner.planning.analytic import analytic_breakdown, differing_term
 from planner.planning.configured import Configured
 from planner.planning.prediction import predict_plan
+from planner.plans.pins import Pins
 from planner.plans.plan import Certificate, Plan, Status
-from planner.plans.request import Pins
 from planner.search.configurations.explored import Placed
 from planner.search.configurations.space import configurations
 from planner.search.configurations.step_model import Configuration

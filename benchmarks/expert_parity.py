@@ -142,10 +142,10 @@ def _planned(recipe: Recipe, folder: str) -> dict[str, Any]:
         )  # fmt: skip
         shared = SharedTables(capture_for(base))
         asked = pinned(config, base, shared.graph)
-        if recipe["dispatcher"] == "flex" and "expert_messages" in asked.request.pins:
-            pins = {**asked.request.pins, "expert_messages": "once_a_node"}
+        if recipe["dispatcher"] == "flex" and asked.request.pins.expert_messages:
+            pins = replace(asked.request.pins, expert_messages="once_a_node")
             asked = replace(asked, request=replace(asked.request, pins=pins))
-        said |= {"pins": dict(asked.request.pins), "notes": list(asked.notes)}
+        said |= {"pins": asked.request.pins.named(), "notes": list(asked.notes)}
         theirs = plan_network(asked.request, shared=shared)
         said |= {"fits": bool(theirs.candidates), "why": theirs.infeasible}
         said |= {f"their_{key}": value for key, value in _of(theirs.candidates).items()}

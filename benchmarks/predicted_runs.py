@@ -15,7 +15,8 @@ from planner.planning.planning import PlanRequest, capture_for
 from planner.planning.setting import setting_of
 from planner.planning.shared_tables import SharedTables
 from planner.plans.exchange import UNASKED
-from planner.plans.request import read_pins
+from planner.plans.pins import Pins
+from planner.plans.request import checked_pins
 from planner.published.pinned import FUSED, NotPinnedError, PinnedRun, pinned_run, require
 from planner.published.planned import Workplace, network_key
 from planner.published.reading import MeasuredRow
@@ -39,8 +40,7 @@ def measured_run(row: MeasuredRow) -> PinnedRun:
 
 def as_usual(run: PinnedRun) -> PinnedRun:
     """`run` as a plan that is told no software; NotPinnedError where that is another plan."""
-    pins = dict(run.pins)
-    pins.pop("stage_layers", None)
+    pins = run.pins.without(["stage_layers"]).said()
     require(not run.adapters, "trains a part only")
     require(not run.approximated, "something stands in for what ran")
     require(run.attention in ("", *FUSED), "attention is not fused")
@@ -49,7 +49,14 @@ def as_usual(run: PinnedRun) -> PinnedRun:
     require(not any(name.startswith("offload") for name in pins), "offload")
     require(run.precision in ("fp32", "fp16", "bf16"), f"precision {run.precision}")
     return replace(
-        run, pins=tuple(pins.items()), hints=(), software="", attention="", norms="", optimizer="", exchange=UNASKED
+        run,
+        pins=Pins.read(pins),
+        hints=(),
+        software="",
+        attention="",
+        norms="",
+        optimizer="",
+        exchange=UNASKED,
     )
 
 
@@ -87,7 +94,7 @@ class Predictor:
         hardware = as_run(changed(load_profile(request.hardware)), run.software, run.attention, **told)
         if (run, hardware) not in self.known:
             with limited(self.limit_s):
-                found = replace(search, hardware=hardware).explore(read_pins(request)).found
+                found = replace(search, hardware=hardware).explore(checked_pins(request)).found
             require(found, "no plan")
             self.known[run, hardware] = min(placed.objective_s for placed in found)
         return self.known[run, hardware]
@@ -98,7 +105,7 @@ class Predictor:
         if (run, None) not in self.known:
             with limited(self.limit_s):
                 search = self._search(run, request)
-                scored = search.scored(search.explore(read_pins(request)), 1)
+                scored = search.scored(search.explore(checked_pins(request)), 1)
             require(scored, "no plan")
             self.known[run, None] = scored[0].prediction.step_time_s
         return self.known[run, None]

@@ -19,6 +19,7 @@ from planner.graph.scaling import at_precision
 from planner.networks import load_network
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan, RecomputeRange
 from simulator.profiles import load_profile
 
@@ -36,7 +37,7 @@ def captured(network: str, layers: int | None = None) -> OperatorGraph:
 
 @cache
 def best(network: str, devices: int, pins: tuple[tuple[str, str], ...], layers: int | None = None) -> Plan:
-    request = PlanRequest(network=network, hardware=HARDWARE, devices=devices, pins=dict(pins))
+    request = PlanRequest(network=network, hardware=HARDWARE, devices=devices, pins=Pins.read(dict(pins)))
     return plan_network(request, graph=captured(network, layers)).candidates[0].plan
 
 

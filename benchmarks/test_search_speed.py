@@ -23,6 +23,7 @@ from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.planning.planning import PlanRequest, capture_for, plan_network
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 from simulator import engine
 from simulator.pipeline_operators import operator_table
@@ -68,7 +69,7 @@ def test_twice_the_depth(benchmark: BenchmarkFixture) -> None:
 @pytest.fixture(scope="module")
 def gpt3() -> tuple[OperatorGraph, Plan]:
     graph = capture_for(GPT3)
-    return graph, plan_network(replace(GPT3, pins={"dp": "64", "tp": "16"}), graph=graph).candidates[0].plan
+    return graph, plan_network(replace(GPT3, pins=Pins(dp=64, tp=16)), graph=graph).candidates[0].plan
 
 
 def test_simulate_gpt3_on_1024_devices(benchmark: BenchmarkFixture, gpt3: tuple[OperatorGraph, Plan]) -> None:

@@ -104,7 +104,7 @@ def compare(
         lines.append({
             "profile": run.hardware, "file": item.file, "source": row.source, "row": row.row_id, "rows": len(item.rows),
             "model": row.run.network.name, "by": str(row.run.setup.stack), "devices": run.devices,
-            "pins": " ".join(f"{k}={v}" for k, v in run.pins), "precision": run.precision,
+            "pins": " ".join(f"{k}={v}" for k, v in run.pins.named().items()), "precision": run.precision,
             "predicted": predicted, "measured": item.measured_s, "ratio": predicted / item.measured_s, **grows,
         })  # fmt: skip
     return pd.DataFrame(lines), skipped

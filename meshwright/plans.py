@@ -18,6 +18,7 @@ from planner.planning.mixed_cluster import plan_on_cluster
 from planner.planning.one_stage import Candidate
 from planner.planning.planning import capture_for, with_usual_software
 from planner.planning.simulating import SimulatedStep, simulated_step
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 from planner.plans.request import PlanRequest
 from simulator.errors import InfeasibleError, InputError
@@ -104,22 +105,6 @@ def profile_of(hardware: HardwareLike) -> str:
             f"hardware {hardware.name!r} is not the shipped profile of that name; give the path of its file instead"
         )
     return hardware.name
-
-
-def pin_texts(pins: Mapping[str, PinValue]) -> dict[str, str]:
-    """Return pins as the text of the command line.
-
-    >>> pin_texts({"tp": 2, "sequence_parallel": True, "order": ("pp", "dp", "tp")})
-    {'tp': '2', 'sequence_parallel': 'true', 'order': 'pp-dp-tp'}
-    """
-    return {
-        name: "-".join(map(str, value))
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-        for name, value in pins.items()
-    }
 
 
 class Actions:
@@ -533,9 +518,7 @@ class PlanResult(Actions):
         >>> why_not.instead.tp, sum(why_not.seconds.values()) > 0
         (8, True)
         """
-        # pin_texts takes any mapping of pins, and a TypedDict is none to the type checker.
-        texts = pin_texts(pins)  # type: ignore[arg-type]
-        found = why_not(self.best.plan, texts, request=self.request, graph=self.best.graph, changes=False)
+        found = why_not(self.best.plan, Pins.read(pins), request=self.request, graph=self.best.graph, changes=False)
         instead = None if found.instead is None else _training_plan(found.instead, self.best.graph)
         return Explanation(chosen=self.best, instead=instead, compared=found)
 
@@ -678,7 +661,7 @@ def plan(
             optimizer=optimizer,
             search_mode=search_mode,
             parallel_mode=parallel_mode,
-            pins=pin_texts({**(pins or {}), **pinned}),  # type: ignore[dict-item]
+            pins=Pins.read({**(pins or {}), **pinned}),
             hints=tuple(hints),
             top=top,
             software=software or "",

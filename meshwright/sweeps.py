@@ -9,8 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.plans import HardwareLike, PinOptions, TrainingPlan, html_table, pin_texts, profile_of
+from meshwright.plans import HardwareLike, PinOptions, TrainingPlan, html_table, profile_of
 from planner.planning import summary
+from planner.plans.pins import Pins
 from planner.what_if.budget import BudgetRow
 from planner.what_if.options import WhatIfOptions, batch_rule
 from planner.what_if.rows import WhatIfRow, row_document
@@ -160,7 +161,7 @@ def what_if(
         sequence_length=seq_len,
         precision=precision,
         optimizer=optimizer,
-        pins=pin_texts({**(pins or {}), **pinned}),  # type: ignore[dict-item]
+        pins=Pins.read({**(pins or {}), **pinned}),
         software=software or "",
         attention=attention or "",
         norms=norms or "",
@@ -282,7 +283,7 @@ def budget(
         sequence_length=seq_len,
         precision=precision,
         optimizer=optimizer,
-        pins=pin_texts({**(pins or {}), **pinned}),  # type: ignore[dict-item]
+        pins=Pins.read({**(pins or {}), **pinned}),
         software=software or "",
         memory_headroom=memory_headroom,
     )

@@ -13,7 +13,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from planner.planning import planning, summary
 from planner.planning.mixed_cluster import plan_on_cluster
-from planner.plans.request import PIN_NAMES, PlanRequest
+from planner.plans.pins import read_pins
+from planner.plans.request import PlanRequest
 from reports import page
 from reports.page import Html
 from simulator.errors import InputError, MeshwrightError
@@ -75,9 +76,6 @@ class State:
             raise InputError(f"network {self.network!r} is not served; name it behind `meshwright serve`")
         if self.hw not in profiles and split_settings(self.hw)[0] not in profiles:
             raise InputError(f"profile {self.hw!r} is not served; name it with `meshwright serve --hw`")
-        pins = dict(pin.partition("=")[::2] for pin in self.pins.replace(",", " ").split())
-        if unknown := [name for name, value in pins.items() if name not in PIN_NAMES or not value]:
-            raise InputError(f"pin {unknown[0]!r}: write KEY=VALUE, for example tp=8; keys are {', '.join(PIN_NAMES)}")
         return PlanRequest(
             network=self.network,
             hardware=self.hw,
@@ -85,7 +83,7 @@ class State:
             global_batch=_number("global_batch", self.global_batch),
             sequence_length=_number("seq_len", self.seq_len),
             precision=self.precision or None,
-            pins=pins,
+            pins=read_pins(self.pins.replace(",", " ").split()),
             top=TOP,
         )
 

@@ -165,5 +165,18 @@ def unknown(name: str, known: Iterable[str]) -> str:
     return f"no key {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"keys are {', '.join(names)}")
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words that say which known name is meant.
+
+    >>> nearest("recompue", ["recompute", "schedule"])
+    "did you mean 'recompute'?"
+    >>> nearest("x", ["recompute", "schedule"])
+    'choose one of recompute, schedule'
+    """
+    names = list(known)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {found[0]!r}?" if found else f"choose one of {', '.join(names)}"
+
+
 def _kind(value: Any) -> str:
     return f"of type {type(value).__name__}"

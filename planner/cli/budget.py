@@ -14,14 +14,13 @@ from planner.cli.options import (
     JsonFlag,
     MemoryHeadroomOption,
     OptimizerOption,
-    Pins,
+    PinTexts,
     PrecisionOption,
     QuietFlag,
     SequenceLength,
     SoftwareOption,
     TrustFile,
     natural,
-    read_pins,
 )
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
@@ -86,7 +85,7 @@ def budget(
     sequence_length: SequenceLength = None,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = None,
-    pins: Pins = None,
+    pins: PinTexts = None,
     software: SoftwareOption = None,
     memory_headroom: MemoryHeadroomOption = None,
     trust_file: TrustFile = False,
@@ -107,6 +106,7 @@ def budget(
 
     Exit code 3: no plan fits, or none is fast enough.
     """
+    from planner.plans.pins import read_pins
     from planner.what_if.budget import BudgetOptions
     from planner.what_if.budget import budget as found_rows
     from simulator.errors import InfeasibleError
@@ -124,8 +124,8 @@ def budget(
         price=read_prices(price or []),
         global_batch=global_batch,
         sequence_length=sequence_length,
-        precision=None if precision is None else str(precision),
-        optimizer=None if optimizer is None else str(optimizer),
+        precision=precision,
+        optimizer=optimizer,
         pins=read_pins(pins or ()),
         software=software or "",
         memory_headroom=memory_headroom or 0.0,

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 
-from planner.cli.options import MAX_PLANS, Optimizer, ParallelMode, Precision, SearchMode, nearest
+from planner.cli.options import MAX_PLANS
 from planner.plans.exchange import UNASKED, Exchange
+from planner.plans.pins import FREE, Pins, read_pins
+from planner.plans.request import OptimizerName, ParallelMode, Precision, SearchMode
+from simulator.checks import nearest
 from simulator.errors import InputError
 from simulator.input_file import FileKind
 
@@ -25,11 +28,11 @@ Value = TypeVar("Value")
 Natural = Annotated[int, Field(strict=True, ge=1)]
 
 
-def _pin_texts(value: object) -> object:
-    """Pins are a mapping in YAML; ``true`` and numbers become the words of the command line."""
+def _pins(value: object) -> object:
+    """Pins are a mapping in YAML, or a list of texts as on the command line."""
     if isinstance(value, dict):
-        return tuple(f"{key}={str(item).lower() if isinstance(item, bool) else item}" for key, item in value.items())
-    return tuple(value) if isinstance(value, list) else value
+        return Pins.read(value)
+    return read_pins(map(str, value)) if isinstance(value, list) else value
 
 
 class PlanSettings(BaseModel):
@@ -43,10 +46,10 @@ class PlanSettings(BaseModel):
     global_batch: Natural | None = None
     seq_len: Natural | None = None
     precision: Precision | None = None
-    optimizer: Optimizer | None = None
+    optimizer: OptimizerName | None = None
     search_mode: SearchMode | None = None
     parallel_mode: ParallelMode | None = None
-    pin: Annotated[tuple[str, ...], BeforeValidator(_pin_texts)] = ()
+    pin: Annotated[InstanceOf[Pins], BeforeValidator(_pins)] = FREE
     hints: str | None = None
     software: str | None = None
     attention: str | None = None
@@ -134,9 +137,9 @@ def with_config(given: PlanSettings, path: Path) -> Configuration:
 
 
 def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
-    found: dict[str, Any] = {"parallel_mode": ParallelMode(translated.parallel_mode)}
+    found: dict[str, Any] = {"parallel_mode": translated.parallel_mode}
     if translated.search_mode is not None:
-        found["search_mode"] = SearchMode(translated.search_mode)
+        found["search_mode"] = translated.search_mode
     if file.devices is None and translated.devices is not None:
         found["devices"] = translated.devices
     saved = translated.context.get("strategy_ckpt_save_file")
@@ -147,7 +150,6 @@ def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
 
 def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettings, Marks | None, list[str]]:
     """Hold what a file in MindFormers' style says against devices and network; what is slow is said."""
-    from planner.cli.options import read_pins
     from planner.cost.software import USUAL, norms_of
     from planner.exchange.mindspore.notes import (
         check_micro_batches,
@@ -159,14 +161,14 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     from planner.networks import load_network
     from planner.networks.marks import Marks
 
-    pins, notes = read_pins(settings.pin), []
+    pins, notes = settings.pin, []
     used, idle = used_devices(pins, settings.devices)
     if translated.configured:
         settings = settings.model_copy(update={"devices": used})
         notes += [idle] if idle else []
     check_micro_batches(pins)
     cut = translated.vocabulary_cut
-    sized = cut is not None or any(pins.get(name, "1") != "1" for name in ("tp", "pp"))
+    sized = cut is not None or any((degree or 1) > 1 for degree in (pins.tp, pins.pp))
     marks = None
     if (sized or translated.layers) and settings.network is not None:
         graph = load_network(
@@ -174,9 +176,8 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
             norms=norms_of("" if settings.software == USUAL else settings.software or "", settings.norms or ""),
         ).capture()  # fmt: skip
         notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=cut)
-        stages, virtual = (int(pins.get(name, "1")) for name in ("pp", "vpp"))
-        marks = translated.layers.marks(graph, stages, virtual) if translated.layers else None
-        if cut is not None and translated.parallel_mode == ParallelMode.AUTO_PARALLEL:
+        marks = translated.layers.marks(graph, pins.pp or 1, pins.vpp or 1) if translated.layers else None
+        if cut is not None and translated.parallel_mode == "auto_parallel":
             table, left = vocabulary_marks(pins, graph, cut=cut)
             marks = (marks or Marks()).over(table)
             notes += [left] if left else []
@@ -197,9 +198,7 @@ def _naming(path: Path) -> Iterator[None]:
 def merged(first: PlanSettings, second: PlanSettings) -> PlanSettings:
     """Options of `first`, and of `second` where `first` gives none; pins are merged key by key."""
     given = {name: value for name, value in first if value is not None and name != "pin"}
-    own = {pin.partition("=")[0].strip() for pin in first.pin}
-    others = tuple(pin for pin in second.pin if pin.partition("=")[0].strip() not in own)
-    return second.model_copy(update={**given, "pin": (*others, *first.pin)})
+    return second.model_copy(update={**given, "pin": first.pin.over(second.pin)})
 
 
 def require(value: Value | None, name: str, example: str) -> Value:

@@ -12,7 +12,6 @@ import typer
 from planner.cli.options import (
     DebugFlag,
     JsonFlag,
-    Precision,
     QuietFlag,
     Slowdown,
     SlowLinks,
@@ -23,6 +22,7 @@ from planner.cli.options import (
     rate,
     seconds,
 )
+from planner.plans.request import Precision
 from simulator.errors import InputError
 
 if TYPE_CHECKING:

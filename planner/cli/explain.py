@@ -37,15 +37,15 @@ def explain(
 
     Exit code 3: no plan fits under the pin.
     """
-    from planner.cli.options import read_pins
     from planner.planning.comparing import why_not as compared
     from planner.planning.loading import naming
     from planner.plans.file import read_plan
+    from planner.plans.pins import read_pins
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     pins = read_pins(why_not)
     plan = read_plan(strategy)
-    said = " ".join(f"{name}={value}" for name, value in pins.items())
+    said = " ".join(f"{name}={value}" for name, value in pins.named().items())
     with terminal.working(f"planning {plan.network} with {said}"), naming(strategy):
         found = compared(plan, pins)
     terminal.result(_document(found), _verdict(found, said), lambda: _report(found, said))

@@ -2,64 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import sys
 from collections.abc import Iterable
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from planner.cli.terminal import DEBUG_KEY
-from planner.plans.request import COPIES, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, read_order, read_stage_layers
+from planner.plans.pins import PIN_NAMES
+from planner.plans.request import OptimizerName, Precision
 from simulator.errors import InputError
 
 MAX_DEVICES = 2**20
 MAX_COUNTS = 100
 MAX_PLANS = 100
 ELLIPSES = ("…", "...")
-
-
-class Precision(StrEnum):
-    """Formats a network may train in."""
-
-    FP64 = "fp64"
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP8 = "fp8"
-    FP4 = "fp4"
-
-
-class Optimizer(StrEnum):
-    """Optimizers a network may train with."""
-
-    ADAMW = "adamw"
-    ADAM = "adam"
-    MOMENTUM = "momentum"
-    SGD = "sgd"
-    LAMB = "lamb"
-
-
-class SearchMode(StrEnum):
-    """How strategies are searched."""
-
-    DYNAMIC_PROGRAMMING = "dynamic_programming"
-    RECURSIVE_PROGRAMMING = "recursive_programming"
-    SHARDING_PROPAGATION = "sharding_propagation"
-
-
-class ParallelMode(StrEnum):
-    """Which strategies are searched."""
-
-    STAND_ALONE = "stand_alone"
-    DATA_PARALLEL = "data_parallel"
-    HYBRID_PARALLEL = "hybrid_parallel"
-    SEMI_AUTO_PARALLEL = "semi_auto_parallel"
-    AUTO_PARALLEL = "auto_parallel"
 
 
 def _remember_debug(context: typer.Context, wanted: bool) -> bool:
@@ -148,7 +108,7 @@ SequenceLength = Annotated[
     int | None, typer.Option("--seq-len", parser=natural, metavar="N", help="Tokens of one sample.")
 ]
 PrecisionOption = Annotated[Precision | None, typer.Option("--precision", help="Default: the profile's.")]
-OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", help="Default: the network's.")]
+OptimizerOption = Annotated[OptimizerName | None, typer.Option("--optimizer", help="Default: the network's.")]
 SoftwareOption = Annotated[
     str | None,
     typer.Option(
@@ -181,7 +141,7 @@ MemoryHeadroomOption = Annotated[
         help="The part of a device's usable memory that a plan leaves free, such as 0.1.",
     ),
 ]
-Pins = Annotated[
+PinTexts = Annotated[
     list[str] | None,
     typer.Option(
         "--pin",
@@ -203,10 +163,6 @@ SlowLinks = Annotated[
     typer.Option("--slow-link", metavar="LEVEL=SHARE", help="One link of a level at a share of its bandwidth."),
 ]
 
-_NUMBERS = DEGREES
-_WORDS = {**dict.fromkeys(FLAGS, ("true", "false")), **WORDS, "copies": COPIES}
-PIN_KEYS = PIN_NAMES
-
 
 def check_out(option: str, out: str | Path, read: Iterable[str | Path | None] = ()) -> None:
     """Say before the work begins that `out` cannot be written, or is among the files that the command reads."""
@@ -216,57 +172,6 @@ def check_out(option: str, out: str | Path, read: Iterable[str | Path | None] = 
     if target.exists() and any(path is not None and Path(path).resolve() == target for path in read):
         raise InputError(f"{option} {str(out)!r} is a file that this command reads; choose another name")
     check_writable(out)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Words that say which known name is meant.
-
-    >>> nearest("recompue", ["recompute", "schedule"])
-    "did you mean 'recompute'?"
-    >>> nearest("x", ["recompute", "schedule"])
-    'choose one of recompute, schedule'
-    """
-    names = list(known)
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {found[0]!r}?" if found else f"choose one of {', '.join(names)}"
-
-
-def read_pins(pins: Iterable[str]) -> dict[str, str]:
-    """Read ``KEY=VALUE`` texts; what can be pinned is checked here, what is supported by the planner.
-
-    >>> read_pins(["tp=8", "recompute=none"])
-    {'tp': '8', 'recompute': 'none'}
-    """
-    found: dict[str, str] = {}
-    for pin in pins:
-        key, equals, value = (part.strip() for part in pin.partition("="))
-        if not equals or not value:
-            raise InputError(f"--pin {pin!r} is not KEY=VALUE; write for example --pin tp=8")
-        if key not in PIN_KEYS:
-            raise InputError(f"--pin {pin!r}: {key!r} cannot be pinned; {nearest(key, PIN_KEYS)}")
-        if key in found and found[key] != value:
-            raise InputError(f"--pin {pin!r}: {key} is already pinned to {found[key]}; pin it once")
-        found[key] = _pin_value(pin, key, value)
-    return found
-
-
-def _pin_value(pin: str, key: str, value: str) -> str:
-    if key in _NUMBERS:
-        if not value.isdecimal() or not value.isascii() or not 1 <= int(value[:9]) <= MAX_DEVICES or len(value) > 8:
-            raise InputError(f"--pin {pin!r}: {value!r} is not a whole number from 1 to {MAX_DEVICES}; correct it")
-        return str(int(value))
-    if key in SIZES:
-        least, most = SIZES[key]
-        if not value.isdecimal() or not value.isascii() or len(value) > 9 or not least <= int(value) <= most:
-            raise InputError(f"--pin {pin!r}: {value!r} is not a whole number from {least} to {most}; correct it")
-        return str(int(value))
-    if key == "order":
-        read_order(value)
-    if key == "stage_layers":
-        read_stage_layers(value)
-    if key in _WORDS and value not in _WORDS[key]:
-        raise InputError(f"--pin {pin!r}: {value!r} is no value of {key}; {nearest(value, _WORDS[key])}")
-    return value
 
 
 def read_shares(texts: Iterable[str]) -> dict[str, float]:

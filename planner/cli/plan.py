@@ -18,11 +18,9 @@ from planner.cli.options import (
     MemoryHeadroomOption,
     NormsOption,
     OptimizerOption,
-    ParallelMode,
-    Pins,
+    PinTexts,
     PrecisionOption,
     QuietFlag,
-    SearchMode,
     SequenceLength,
     SoftwareOption,
     TrustFile,
@@ -31,6 +29,7 @@ from planner.cli.options import (
     natural,
 )
 from planner.cli.terminal import Terminal
+from planner.plans.request import ParallelMode, SearchMode
 
 if TYPE_CHECKING:
     from planner.cli.config import Configuration, PlanSettings
@@ -68,7 +67,7 @@ class PlanArguments:
         Path | None,
         typer.Option("--config", metavar="FILE.yaml", help="Take these options from a file; the command line wins."),
     ] = None
-    pins: Pins = None
+    pins: PinTexts = None
     software: SoftwareOption = None
     attention: AttentionOption = None
     norms: NormsOption = None
@@ -95,6 +94,7 @@ class PlanArguments:
     def settings(self) -> PlanSettings:
         """What was given of the options that may also stand in a file."""
         from planner.cli.config import PlanSettings
+        from planner.plans.pins import read_pins
 
         return PlanSettings(
             network=self.network,
@@ -106,7 +106,7 @@ class PlanArguments:
             optimizer=self.optimizer,
             search_mode=self.search_mode,
             parallel_mode=self.parallel_mode,
-            pin=tuple(self.pins or ()),
+            pin=read_pins(self.pins or ()),
             hints=None if self.hints is None else str(self.hints),
             software=self.software,
             attention=self.attention,
@@ -200,7 +200,6 @@ def _stored(request: PlanRequest, source: str) -> SearchResult:
 
 def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
     from planner.cli.config import require
-    from planner.cli.options import read_pins
     from planner.planning.planning import PlanRequest
     from planner.plans.hints import load_hints
 
@@ -210,11 +209,11 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
         devices=require(settings.devices, "--devices", "--devices 8"),
         global_batch=settings.global_batch,
         sequence_length=settings.seq_len,
-        precision=None if settings.precision is None else str(settings.precision),
-        optimizer=None if settings.optimizer is None else str(settings.optimizer),
-        search_mode=str(settings.search_mode or SearchMode.DYNAMIC_PROGRAMMING),
-        parallel_mode=str(settings.parallel_mode or ParallelMode.AUTO_PARALLEL),
-        pins=read_pins(settings.pin),
+        precision=settings.precision,
+        optimizer=settings.optimizer,
+        search_mode=settings.search_mode or "dynamic_programming",
+        parallel_mode=settings.parallel_mode or "auto_parallel",
+        pins=settings.pin,
         hints=() if settings.hints is None else load_hints(settings.hints),
         top=settings.top or 5,
         marks=found.marks,

@@ -17,21 +17,19 @@ from planner.cli.options import (
     MemoryHeadroomOption,
     NormsOption,
     OptimizerOption,
-    ParallelMode,
-    Pins,
+    PinTexts,
     PrecisionOption,
     QuietFlag,
-    SearchMode,
     SequenceLength,
     SoftwareOption,
     TrustFile,
     check_out,
     natural,
     read_device_counts,
-    read_pins,
     read_settings,
 )
 from planner.cli.terminal import Terminal
+from planner.plans.request import ParallelMode, SearchMode
 from simulator.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
@@ -58,9 +56,9 @@ class WhatIfArguments:
     sequence_length: SequenceLength = None
     precision: PrecisionOption = None
     optimizer: OptimizerOption = None
-    search_mode: Annotated[SearchMode, typer.Option("--search-mode")] = SearchMode.DYNAMIC_PROGRAMMING
-    parallel_mode: Annotated[ParallelMode, typer.Option("--parallel-mode")] = ParallelMode.AUTO_PARALLEL
-    pins: Pins = None
+    search_mode: Annotated[SearchMode, typer.Option("--search-mode")] = "dynamic_programming"
+    parallel_mode: Annotated[ParallelMode, typer.Option("--parallel-mode")] = "auto_parallel"
+    pins: PinTexts = None
     software: SoftwareOption = None
     attention: AttentionOption = None
     norms: NormsOption = None
@@ -112,6 +110,7 @@ class WhatIfArguments:
 
     def options(self) -> WhatIfOptions:
         """What to plan."""
+        from planner.plans.pins import read_pins
         from planner.what_if import WhatIfOptions
 
         return WhatIfOptions(
@@ -121,10 +120,10 @@ class WhatIfArguments:
             global_batch=self.global_batch,
             batch_per_device=self.batch_per_device,
             sequence_length=self.sequence_length,
-            precision=None if self.precision is None else str(self.precision),
-            optimizer=None if self.optimizer is None else str(self.optimizer),
-            search_mode=str(self.search_mode),
-            parallel_mode=str(self.parallel_mode),
+            precision=self.precision,
+            optimizer=self.optimizer,
+            search_mode=self.search_mode,
+            parallel_mode=self.parallel_mode,
             pins=read_pins(self.pins or ()),
             software=self.software or "",
             attention=self.attention or "",

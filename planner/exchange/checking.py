@@ -182,7 +182,7 @@ def _predicted(said: Checked, base: PlanRequest, *, better: bool) -> Checked:
 
 
 def _beside(asked: Pinned) -> tuple[str, ...]:
-    return ("layers of stages are kept as they are written",) if "stage_layers" in asked.request.pins else ()
+    return ("layers of stages are kept as they are written",) if asked.request.pins.stage_layers else ()
 
 
 def _violation(message: str, keys: Mapping[str, str]) -> Violation:
@@ -200,7 +200,7 @@ def _compared(said: Checked, base: PlanRequest, asked: Pinned, shared: SharedTab
     singles = [
         found
         for names in CHANGES
-        if any(name in asked.request.pins for name in names[:1])
+        if names[0] in asked.request.pins.said()
         and (found := _freed((names,), asked, shared)) is not None
         and found.candidate.prediction.step_time_s <= WORTH * own
     ]
@@ -221,7 +221,6 @@ def _compared(said: Checked, base: PlanRequest, asked: Pinned, shared: SharedTab
 def _freed(changes: tuple[tuple[str, ...], ...], asked: Pinned, shared: SharedTables) -> Better | None:
     """Return the best plan when some choices are free, or None if no plan fits."""
     free = {name for names in changes for name in names}
-    pins = {name: value for name, value in asked.request.pins.items() if name not in free}
     marks = asked.request.marks
     # Layers of stages and modes of layers go with the choice that they are part of.
     if marks is not None and free & {"pp", "schedule"}:
@@ -229,7 +228,7 @@ def _freed(changes: tuple[tuple[str, ...], ...], asked: Pinned, shared: SharedTa
     if marks is not None and "recompute" in free:
         marks = replace(marks, recompute={})
     try:
-        result = plan_network(replace(asked.request, pins=pins, marks=marks), shared=shared)
+        result = plan_network(replace(asked.request, pins=asked.request.pins.without(free), marks=marks), shared=shared)
     except InputError:
         return None
     changed = tuple(names[0] for names in changes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
 
 from planner.cost.software import software_named
 from planner.exchange.formats import ExchangeFormat, Written, rounded, roundings
@@ -13,6 +14,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.planning.comparing import request_of
 from planner.planning.planning import plan_network
 from planner.plans.capability import Capability
+from planner.plans.pins import AXES_BY_PIN, FREE, Pins
 from planner.plans.plan import Plan
 from simulator.errors import InputError, MeshwrightError
 
@@ -43,7 +45,7 @@ class _Loss:
     what: str
     to: str
     config: TrainingConfig | None = None
-    pins: Mapping[str, str] = field(default_factory=dict)
+    pins: Pins = FREE
 
 
 def export_plan(plan: Plan, graph: OperatorGraph, form: ExchangeFormat, *, rounds: bool = False) -> Exported:
@@ -86,8 +88,8 @@ def nearest_plan(
     if not losses:
         return plan, ()
     asked = pinned(rounded(config, table), request_of(plan), graph).request
-    others = {name: value for loss in losses for name, value in loss.pins.items()}
-    found = plan_network(replace(asked, pins={**asked.pins, **others}), graph=graph)
+    others = reduce(Pins.over, (loss.pins for loss in losses))
+    found = plan_network(replace(asked, pins=others.over(asked.pins)), graph=graph)
     if not found.candidates:
         raise InputError(
             f"the nearest plan that {table.framework} {table.version} can run does not fit: {found.infeasible}"
@@ -118,32 +120,32 @@ def _of_config(config: TrainingConfig, table: Capability) -> Iterable[_Loss]:
 def _beyond(plan: Plan) -> Iterable[_Loss]:
     """List the choices of a plan that no exchange format can express."""
     if plan.copies > 1:
-        yield _Loss(what=f"copies={plan.copies}", to="copies=1", pins={"copies": "1"})
+        yield _Loss(what=f"copies={plan.copies}", to="copies=1", pins=Pins(copies=1))
     if plan.host_embeddings:
-        yield _Loss(what="host_embeddings=true", to="host_embeddings=false", pins={"host_embeddings": "false"})
+        yield _Loss(what="host_embeddings=true", to="host_embeddings=false", pins=Pins(host_embeddings=False))
     if plan.sharding_threshold_bytes:
         whole = f"sharding_threshold_kb={plan.sharding_threshold_bytes // 1024}"
-        yield _Loss(what=whole, to="sharding_threshold_kb=0", pins={"sharding_threshold_kb": "0"})
+        yield _Loss(what=whole, to="sharding_threshold_kb=0", pins=Pins(sharding_threshold_kb=0))
     order = _order(plan)
-    usual = [name for name in ("pp", "dp", "cp", "ep", "tp") if name in order]
+    usual = tuple(name for name in AXES_BY_PIN if name in order)
     if order != usual:
-        yield _Loss(what=f"order={'-'.join(order)}", to=f"order={'-'.join(usual)}", pins={"order": "-".join(usual)})
+        yield _Loss(what=f"order={'-'.join(order)}", to=f"order={'-'.join(usual)}", pins=Pins(order=usual))
 
 
-def _order(plan: Plan) -> list[str]:
+def _order(plan: Plan) -> tuple[str, ...]:
     """Axes of more than one rank by the pins of their degrees, from the one whose ranks lie farthest apart."""
     names = {"data": "dp", "context": "cp", "expert": "ep", "tensor": "tp"}
     strides = {names[axis.name]: plan.mesh.stride(place) for place, axis in enumerate(plan.mesh.axes)}
     if plan.pipeline > 1:
         strides["pp"] = plan.pipeline_stride
-    return sorted(strides, key=strides.__getitem__, reverse=True)
+    return tuple(sorted(strides, key=strides.__getitem__, reverse=True))
 
 
 def _simulated(loss: _Loss, plan: Plan, config: TrainingConfig, graph: OperatorGraph) -> CannotSay:
     """The plan with one thing changed, as it is predicted."""
     try:
         asked = pinned(loss.config or config, request_of(plan), graph).request
-        found = plan_network(replace(asked, pins={**asked.pins, **loss.pins}), graph=graph)
+        found = plan_network(replace(asked, pins=loss.pins.over(asked.pins)), graph=graph)
     except MeshwrightError:
         return CannotSay(what=loss.what, rounded_to=loss.to)
     if not found.candidates:

@@ -11,8 +11,15 @@ from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks.marks import Marks
+from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
 from simulator.errors import InputError
+
+_SAME = (
+    *("tp", "pp", "vpp", "cp", "micro_batch", "schedule", "context_algorithm", "sequence_parallel", "tensor_overlap"),
+    *("expert_overlap", "offload_optimizer", "offload_parameters", "offload_activations"),
+)
+"""What a configuration says that is a pin as it stands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +48,15 @@ def pinned(config: TrainingConfig, base: PlanRequest, graph: OperatorGraph) -> P
     devices = config.devices or base.devices
     config = replace(config, devices=devices)
     notes: list[str] = []
-    pins = {name: str(value) for name in ("tp", "pp", "vpp", "cp", "micro_batch") if (value := getattr(config, name))}
-    pins |= {name: value for name in ("schedule", "context_algorithm") if (value := getattr(config, name)) is not None}
-    flags = (*("sequence_parallel", "tensor_overlap", "expert_overlap"), *("offload_optimizer", "offload_parameters"))
+    pins: dict[str, object] = {name: value for name in _SAME if (value := getattr(config, name))}
     # An axis of one rank has no messages, and what stays on the device needs no pin.
-    pins |= {name: "true" for name in (*flags, "offload_activations") if getattr(config, name)}
     if config.sequence_parallel is False and (config.tp or 1) > 1:
-        pins["sequence_parallel"] = "false"
+        pins["sequence_parallel"] = False
     if config.offload_optimizer is False:
-        pins["offload_optimizer"] = "false"
+        pins["offload_optimizer"] = False
     dp = config.dp or 1
-    experts = _experts(config, dp, notes)
-    pins |= experts | _sharding(config, dp, int(experts.get("ep", 1)))
+    expert, experts = _experts(config, dp, notes)
+    pins |= experts | _sharding(config, dp, expert)
     marks, recompute = _layers(config, graph, notes)
     return Pinned(
         request=replace(
@@ -62,16 +66,17 @@ def pinned(config: TrainingConfig, base: PlanRequest, graph: OperatorGraph) -> P
             sequence_length=config.sequence_length or base.sequence_length,
             precision=config.precision or base.precision,
             optimizer=config.optimizer or base.optimizer,
-            pins={**base.pins, **pins, **recompute},
+            pins=Pins.read(pins | recompute).over(base.pins),
             marks=marks if marks else base.marks,
         ),
         notes=tuple(notes),
     )
 
 
-def _experts(config: TrainingConfig, dp: int, notes: list[str]) -> dict[str, str]:
+def _experts(config: TrainingConfig, dp: int, notes: list[str]) -> tuple[int, dict[str, object]]:
+    """Ranks of the expert axis, and the pins of experts."""
     expert, tensor, cut = config.ep or 1, config.tp or 1, config.etp or config.tp or 1
-    pins: dict[str, str] = {}
+    pins: dict[str, object] = {}
     if expert > 1 and tensor > 1:
         whole = cut == 1 and expert % tensor == 0
         pins["expert_cut"] = "whole" if whole else "width"
@@ -83,13 +88,13 @@ def _experts(config: TrainingConfig, dp: int, notes: list[str]) -> dict[str, str
         notes.append(f"experts are dealt out over {gcd(dp, expert)} data-parallel ranks, not over {expert} ranks")
         expert = gcd(dp, expert)
     if config.ep is not None:
-        pins["ep"] = str(expert)
+        pins["ep"] = expert
     if expert > 1:
         pins["expert_messages"] = "tokens"
-    return pins
+    return expert, pins
 
 
-def _sharding(config: TrainingConfig, dp: int, expert: int) -> dict[str, str]:
+def _sharding(config: TrainingConfig, dp: int, expert: int) -> dict[str, object]:
     level = config.optimizer_sharding
     if level is None:
         return {}
@@ -97,14 +102,14 @@ def _sharding(config: TrainingConfig, dp: int, expert: int) -> dict[str, str]:
         return {"optimizer_sharding": "none"}
     if dp * (config.cp or 1) == 1:
         return {}
-    pins = {"optimizer_sharding": level, "sharding_threshold_kb": "0"}
+    pins: dict[str, object] = {"optimizer_sharding": level, "sharding_threshold_kb": 0}
     ranks = dp // expert
     if config.shard_size and ranks > 1 and ranks % config.shard_size == 0:
-        pins["shard_size"] = str(config.shard_size)
+        pins["shard_size"] = config.shard_size
     return pins
 
 
-def _layers(config: TrainingConfig, graph: OperatorGraph, notes: list[str]) -> tuple[Marks | None, dict[str, str]]:
+def _layers(config: TrainingConfig, graph: OperatorGraph, notes: list[str]) -> tuple[Marks | None, dict[str, object]]:
     """Pins that place layers on chunks and say which compute again; marks where layers have modes of their own."""
     names = layer_names(graph)
     chunks, virtual = (config.pp or 1) * (config.vpp or 1), config.vpp or 1
@@ -115,10 +120,10 @@ def _layers(config: TrainingConfig, graph: OperatorGraph, notes: list[str]) -> t
         sizes = ()
     mode = config.recompute
     if mode == "mixed" or (sizes and not all(sizes)):
-        return _marked(config, graph, sizes, names), {} if mode in (None, "mixed") else {"recompute": str(mode)}
-    pins = {"stage_layers": "-".join(map(str, sizes))} if sizes else {}
+        return _marked(config, graph, sizes, names), {} if mode in (None, "mixed") else {"recompute": mode}
+    pins: dict[str, object] = {"stage_layers": sizes} if sizes else {}
     if config.recompute_count:
-        return None, {**pins, "recompute_layers": str(config.recompute_count * virtual)}
+        return None, {**pins, "recompute_layers": config.recompute_count * virtual}
     if mode == "selective" and not {*(config.recompute_modules or ())} <= {*CHEAP_MODULES}:
         modules = ",".join(config.recompute_modules or ())
         notes.append(f"recompute_modules={modules}: norms and activations compute again")

@@ -13,6 +13,7 @@ from planner.planning.one_stage import Candidate
 from planner.planning.planning import capture_for, plan_network
 from planner.planning.prediction import predict_plan, simulate_plan
 from planner.planning.shared_tables import SharedTables
+from planner.plans.pins import FREE, Pins
 from planner.plans.plan import Plan
 from planner.plans.request import PlanRequest
 from simulator.hardware import Hardware
@@ -89,7 +90,7 @@ def request_of(plan: Plan) -> PlanRequest:
 
 def why_not(
     plan: Plan,
-    pins: Mapping[str, str],
+    pins: Pins,
     *,
     request: PlanRequest | None = None,
     graph: OperatorGraph | None = None,
@@ -115,7 +116,7 @@ def why_not(
         A pin is unknown, or contradicts another.
     """
     request = request_of(plan) if request is None else replace(request, top=1, sensitivity=False)
-    pins = {**request.pins, **pins}
+    pins = pins.over(request.pins)
     shared = SharedTables(capture_for(request) if graph is None else graph)
     hardware = run_for(plan, load_profile(plan.hardware))
     checked = checked_graph(plan, shared.graph)
@@ -180,7 +181,7 @@ def _kind(task: Task, plan: Plan, hardware: Hardware) -> Key:
 
 
 def _changes(
-    chosen: Candidate, instead: Candidate | None, pins: Mapping[str, str], shared: SharedTables, hardware: Hardware
+    chosen: Candidate, instead: Candidate | None, pins: Pins, shared: SharedTables, hardware: Hardware
 ) -> Iterator[Change]:
     """The least change of each kind tried at which the best plan under the pins is no slower than the best of all."""
     if instead is not None:
@@ -196,7 +197,7 @@ def _changes(
 
     def searched(asked: PlanRequest) -> tuple[float, float]:
         times = []
-        for pinned in (dict(pins), {}):
+        for pinned in (pins, FREE):
             best = plan_network(replace(asked, pins=pinned), shared=shared).candidates
             times.append(best[0].prediction.step_time_s if best else float("inf"))
         return times[0], times[1]

@@ -20,8 +20,8 @@ from planner.planning.rescoring import Contender, Field, Foretold, rescore
 from planner.planning.shared_tables import NetworkTables
 from planner.planning.unit_ranges import chunks, offload_ranges, recompute_ranges
 from planner.plans.exchange import UNASKED, Exchange
+from planner.plans.pins import Pins
 from planner.plans.plan import Certificate, Plan, Status, expanded_rules
-from planner.plans.request import Pins
 from planner.search.candidates import that_can_cut
 from planner.search.configurations.bounds import work_bound
 from planner.search.configurations.branch_and_bound import explore

@@ -10,8 +10,8 @@ import numpy as np
 
 from planner.planning.configured import Configured, Scored
 from planner.planning.prediction import Prediction
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
-from planner.plans.request import Pins
 from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.step_model import Configuration
 from planner.search.stages.fragments import FILL, STEADY, FloatArray

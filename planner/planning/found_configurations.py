@@ -14,7 +14,8 @@ from planner.planning.explanations import PinCost, ShadowPrices, brought_along, 
 from planner.planning.hosted import simulated_costs
 from planner.planning.refining import threshold_cost_s
 from planner.planning.rescoring import Field
-from planner.plans.request import Pins, PlanRequest
+from planner.plans.pins import Pins
+from planner.plans.request import PlanRequest
 from planner.search.candidates import NEAR_ENOUGH, Known
 from planner.search.configurations.explored import Explored, Placed
 
@@ -36,7 +37,7 @@ class FoundConfigurations:
     def __init__(
         self, search: Configured, pins: Pins, explored: Explored, wanted: int, request: PlanRequest, cores: int = 1
     ) -> None:
-        self.search, self.pins, self.explored, self.asked = search, pins, explored, request.pins
+        self.search, self.pins, self.explored, self.asked = search, pins, explored, request.pins.said()
         contenders = search.contenders(explored, wanted)
         works: dict[Hashable, Callable[[], Any]] = {n: one.foretell for n, one in enumerate(contenders[:SURE])}
         if request.sensitivity and explored.found:

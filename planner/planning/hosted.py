@@ -9,8 +9,8 @@ from typing import Any
 from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph
 from planner.planning.prediction import Prediction, predict_plan
+from planner.plans.pins import Pins
 from planner.plans.plan import Certificate, Plan, Status
-from planner.plans.request import Pins
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.timing import host_time

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.planning.configured import Configured, Scored
 from planner.planning.explanations import FEW_SOLVES, describe, without
-from planner.plans.request import Pins
+from planner.plans.pins import Pins
 from planner.search.configurations.explored import Explored, Unfit
 from planner.search.configurations.space import divisors
 from simulator.errors import InputError

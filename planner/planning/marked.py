@@ -9,7 +9,8 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.networks import Network
 from planner.networks.marks import Marks
 from planner.planning.placing import PlacedMarks, with_stages
-from planner.plans.request import Pins, PlanRequest
+from planner.plans.pins import Pins
+from planner.plans.request import PlanRequest
 from simulator.errors import InputError
 
 SEMI_AUTOMATIC = "semi_auto_parallel"

@@ -121,7 +121,8 @@ def _uneven(
     """Pipelines whose stages lie on one type each and have layers by its speed."""
     stages = request.devices // gcd(*parts.values())
     layers = len(layers_of(stage_decisions(tables.graph).chain.names()))
-    if {"stage_layers", "vpp"} & set(request.pins) or request.pins.get("pp", str(stages)) != str(stages):
+    pins = request.pins
+    if pins.stage_layers or pins.vpp or pins.pp not in (None, stages):
         return
     if layers < stages:
         return
@@ -135,8 +136,7 @@ def _uneven(
         if divided in tried or patience.asked:
             return
         tried.add(divided)
-        pins = {**request.pins, "pp": str(stages), "stage_layers": "-".join(map(str, divided))}
-        asked = replace(request, pins=pins)
+        asked = replace(request, pins=replace(pins, pp=stages, stage_layers=divided))
         try:
             found = planning.plan_network(asked, shared=tables, patience=patience, changes=False)
         except InputError:
@@ -144,7 +144,7 @@ def _uneven(
         if not found.candidates:
             return
         found = _heuristic(_simulated(found, cluster, tables.graph))
-        words = f"{stages} stages of {pins['stage_layers']} layers"
+        words = f"{stages} stages of {'-'.join(map(str, divided))} layers"
         yield _Answer(result=found, request=asked, words=words)
         best = found.candidates[0].plan
         held = nodes_of_ranks(best, cluster)

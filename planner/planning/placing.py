@@ -21,8 +21,8 @@ from planner.lowering.groups import trained_names
 from planner.lowering.options import keeps_messages, recompute_modes, swaps
 from planner.networks.marks import Marks, Swap
 from planner.plans.hints import Hint
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan, expanded_rules
-from planner.plans.request import Pins
 from planner.search.configurations.pin_checks import CHUNKS
 from planner.search.problem.hints import first_not_kept
 from planner.search.stages.unit_pins import UnitPins

@@ -44,8 +44,9 @@ from planner.planning.setting import Setting, setting_of
 from planner.planning.shared_tables import SharedTables
 from planner.planning.tighter import search_tighter, told
 from planner.planning.uniform_modes import mode_of, uniform_modes
+from planner.plans.pins import Pins
 from planner.plans.plan import Status
-from planner.plans.request import Pins, PlanRequest
+from planner.plans.request import PlanRequest
 from planner.search.candidates import NOTHING_KNOWN, Space
 from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.patience import Patience
@@ -116,10 +117,9 @@ def with_usual_software(request: PlanRequest) -> PlanRequest:
     if request.software:
         return request
     family = load_network(request.network, sequence_length=request.sequence_length).family
-    alone = all(request.pins.get(name) == "1" for name in ("tp", "pp")) and all(
-        request.pins.get(name, "1") == "1" for name in ("cp", "ep")
-    )
-    sharded = alone and request.pins.get("optimizer_sharding") == "zero3"
+    pins = request.pins
+    alone = pins.tp == pins.pp == 1 and pins.cp in (None, 1) and pins.ep in (None, 1)
+    sharded = alone and pins.optimizer_sharding == "zero3"
     usual = usual_software(load_profile(request.hardware), family, sharded=sharded)
     return replace(request, software=usual, any_plan=True)
 
@@ -186,7 +186,7 @@ def plan_network(
         return result
     alone = [
         _planned(
-            replace(request, pins={**request.pins, "recompute": mode}),
+            replace(request, pins=replace(request.pins, recompute=mode)),
             graph=graph,
             shared=shared,
             patience=patience,
@@ -409,7 +409,7 @@ class _Search:
             with self.patience.breaking():
                 if self.found is not None:
                     self.found.tell_sensitivity()
-                elif self.one is not None and self.scored and self.setting.request.pins:
+                elif self.one is not None and self.scored and self.setting.request.pins.said():
                     self.pin_costs = tuple(self._one_stage_costs(self.one))
         except KeyboardInterrupt:
             self.stopped = True
@@ -418,7 +418,7 @@ class _Search:
 
     def _one_stage_costs(self, one: OneStage) -> Iterator[PinCost]:
         search, pins = self.setting.search, self.setting.pins
-        asked = [name for name in self.setting.request.pins if name not in SIMULATED]
+        asked = [name for name in self.setting.request.pins.said() if name not in SIMULATED]
         yield from one_stage_pin_costs(self.setting.space, one, asked)
         best = min(self.operators.scored, key=lambda c: c.prediction.step_time_s)
         yield from simulated_costs(search.graph, search.hardware, best.plan, best.prediction, pins)

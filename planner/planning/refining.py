@@ -12,8 +12,8 @@ from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.planning.configured import Configured, Scored
 from planner.planning.one_stage import Candidate
 from planner.planning.prediction import Prediction, predict_plan
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
-from planner.plans.request import Pins
 from planner.search.configurations.buckets import BUCKETS
 
 WORTH = 2e-3

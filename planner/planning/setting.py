@@ -24,7 +24,8 @@ from planner.planning.prediction import check_products, trained_dtype
 from planner.planning.refining import largest_threshold
 from planner.planning.shared_tables import NetworkTables, SharedTables
 from planner.plans.exchange import Exchange, check_data
-from planner.plans.request import PRECISIONS, Pins, PlanRequest, read_pins
+from planner.plans.pins import Pins
+from planner.plans.request import PRECISIONS, PlanRequest, checked_pins
 from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
 from planner.search.patience import Patience
@@ -90,7 +91,7 @@ def setting_of(
         exchange=exchange_of(request.software, request.exchange),
         norms=norms_of(request.software, request.norms),
     )
-    pins = read_pins(request)
+    pins = checked_pins(request)
     profile = load_profile(request.hardware)
     profile.check_devices(request.devices)
     network = load_network(

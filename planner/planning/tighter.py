@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.planning.configured import Configured
-from planner.plans.request import Pins
+from planner.plans.pins import Pins
 from planner.search.configurations.explored import Explored
 from planner.search.patience import Patience
 from simulator.quantities import bytes_text

@@ -13,7 +13,7 @@ from planner.plans.request import PlanRequest
 def uniform_modes(request: PlanRequest) -> tuple[str, ...]:
     """Modes of which the request's software takes one for all layers; empty where the request or layers may choose."""
     table = capability_of(request.software) if request.software and not request.any_plan else None
-    pinned = {"recompute", "recompute_layers"} & request.pins.keys()
+    pinned = request.pins.recompute or request.pins.recompute_layers
     said = pinned or (request.marks is not None and request.marks.recompute)
     usual = request.parallel_mode == "auto_parallel" and request.search_mode == "dynamic_programming"
     if table is None or table.recompute_by_layer or said or request.hints or not usual:

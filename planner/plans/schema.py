@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from planner.plans.pins import ContextAlgorithm, OffloadTo, OptimizerSharding, Recompute, Schedule
+from planner.plans.request import OptimizerName, ParallelMode, Precision, SearchMode
 from simulator.errors import StrategyError
 
 FORMAT = "meshwright-strategy"
@@ -98,7 +100,7 @@ class RecomputeRangeModel(_Strict):
 class RecomputeModel(_Strict):
     """What is computed again in the backward pass."""
 
-    mode: Literal["none", "selective", "full"]
+    mode: Recompute
     ranges: list[RecomputeRangeModel]
 
 
@@ -198,27 +200,27 @@ class StrategyModel(_Strict):
     version: Literal[2]
     network: NetworkModel
     hardware: HardwareModel
-    precision: Literal["fp64", "fp32", "fp16", "bf16", "fp8", "fp4"]
-    optimizer: Literal["adamw", "adam", "momentum", "sgd", "lamb"]
+    precision: Precision
+    optimizer: OptimizerName
     mesh: Annotated[list[AxisModel], Field(max_length=8)]
     pipeline: PipelineModel
     batch: BatchModel
     data_sharding: dict[Text, Text]
     stages: Annotated[list[StageModel], Field(min_length=1)]
-    parallel_mode: Literal["stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel"]
-    search_mode: Literal["dynamic_programming", "recursive_programming", "sharding_propagation"]
+    parallel_mode: ParallelMode
+    search_mode: SearchMode
     recompute: RecomputeModel
-    optimizer_sharding: Literal["none", "zero1", "zero2", "zero3"]
+    optimizer_sharding: OptimizerSharding
     shard_size: Annotated[int, Field(ge=0, le=2**20)]
     sharding_threshold_bytes: Count
     offload_optimizer: bool
-    offload_to: Literal["host", "disk"] = "host"
+    offload_to: OffloadTo = "host"
     offload_parameters: bool = False
     host_embeddings: bool = False
     offload_activations: list[OffloadRangeModel] = Field(default_factory=list)
-    context_algorithm: Literal["none", "ring", "all_to_all"]
+    context_algorithm: ContextAlgorithm
     sequence_parallel: bool
-    schedule: Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v"]
+    schedule: Schedule
     fusion: FusionModel
     exchange: ExchangeModel = Field(default_factory=ExchangeModel)
     copies: Literal[1, 2] = 1

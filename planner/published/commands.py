@@ -67,7 +67,7 @@ def plan_command(run: PinnedRun, workplace: Workplace, limited: bool) -> list[st
     }  # fmt: skip
     for option, value in stated.items():
         words += [option, str(value)] if value else []
-    for name, value in run.pins:
+    for name, value in run.pins.named().items():
         words += ["--pin", f"{name}={value}"]
     if run.hints:
         words += ["--hints", workplace.file("hints", yaml.safe_dump([_hint(one) for one in run.hints]))]

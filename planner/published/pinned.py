@@ -29,7 +29,7 @@ from planner.cost.training_run import (
 from planner.cost.work import OPTIMIZERS
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.hints import Hint, hint
-from planner.plans.request import SIZES
+from planner.plans.pins import Pins
 from planner.published.layered.sequence import padded_frames
 from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
@@ -62,7 +62,7 @@ BUCKETS_MB: Mapping[Stack, int] = {
 }  # fmt: skip
 """``bucket_cap_mb`` of PyTorch's and ``comm_buffer_size`` of Paddle's ``DataParallel``, the threshold of MindSpore's
 ``comm_fusion`` and of Horovod's ``HOROVOD_FUSION_THRESHOLD``."""
-LARGEST_BUCKET_MB = SIZES["bucket_mb"][1]
+LARGEST_BUCKET_MB = 2**14
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 
@@ -85,7 +85,7 @@ class PinnedRun:
     global_batch: int
     sequence_length: int | None
     precision: str
-    pins: tuple[tuple[str, str], ...]
+    pins: Pins
     optimizer: str = "adamw"
     hints: tuple[Hint, ...] = ()
     software: str = ""
@@ -131,7 +131,7 @@ def pinned_run(run: TrainingRun) -> PinnedRun:
         sequence_length=length,
         precision="fp32" if setup.precision == "tf32" else setup.precision,
         tf32=transformer and setup.precision == "tf32",
-        pins=tuple(_pins(run, notes).items()),
+        pins=Pins.read(_pins(run, notes)),
         optimizer=_optimizer(setup, notes),
         hints=_between_products(setup, run.network) if isinstance(run.network, TransformerShape) else (),
         software=software_of(setup, transformer=transformer),
@@ -242,60 +242,60 @@ def _expert_axis(setup: TrainingSetup) -> int:
     return max(1, setup.ep * setup.expert_tp // setup.tp) if setup.ep > 1 else 1
 
 
-def _expert_pins(setup: TrainingSetup) -> dict[str, str]:
+def _expert_pins(setup: TrainingSetup) -> dict[str, object]:
     """How tokens travel to their experts, and what tensor ranks have of these."""
-    pins = {"expert_messages": "once_a_node" if setup.tokens_sent_once else "tokens"}
+    pins: dict[str, object] = {"expert_messages": "once_a_node" if setup.tokens_sent_once else "tokens"}
     if setup.overlap_experts:
-        pins["expert_overlap"] = "true"
+        pins["expert_overlap"] = True
     if setup.tp > 1:
         pins["expert_cut"] = "width" if setup.expert_tp > 1 else "whole"
     return pins
 
 
-def _pins(run: TrainingRun, notes: list[str]) -> dict[str, str]:
+def _pins(run: TrainingRun, notes: list[str]) -> dict[str, object]:
     setup = run.setup
     # Context ranks have the same parameters, so that states are shared out over them as well.
     replicas = setup.dp * setup.cp
     sharding = setup.optimizer_sharding if replicas > 1 else OptimizerSharding.NONE
-    pins = {
-        "dp": str(setup.dp), "tp": str(setup.tp), "pp": str(setup.pp),
-        "vpp": "2" if setup.pp > 1 and schedule_name(setup.schedule) in V_SHAPED else str(setup.vpp),
-        "micro_batch": str(setup.micro_batch), "order": ORDER,
+    pins: dict[str, object] = {
+        "dp": setup.dp, "tp": setup.tp, "pp": setup.pp,
+        "vpp": 2 if setup.pp > 1 and schedule_name(setup.schedule) in V_SHAPED else setup.vpp,
+        "micro_batch": setup.micro_batch, "order": ORDER,
     }  # fmt: skip
     if setup.cp > 1:
         # Megatron-LM passes keys and values around unless told otherwise.
-        pins |= {"cp": str(setup.cp), "context_algorithm": "ring"}
+        pins |= {"cp": setup.cp, "context_algorithm": "ring"}
     if setup.ep > 1:
         experts = _expert_axis(setup)
-        pins |= _expert_pins(setup) | {"order": EXPERTS_ORDER, "ep": str(experts)}
+        pins |= _expert_pins(setup) | {"order": EXPERTS_ORDER, "ep": experts}
         # Only states of what is no expert are shared out where every data-parallel rank has experts of its own.
         alone = sharding is not OptimizerSharding.NONE and setup.dp <= experts
         sharding = OptimizerSharding.ZERO1 if alone else sharding
     if replicas > 1:
-        pins["optimizer_sharding"] = str(sharding)
+        pins["optimizer_sharding"] = sharding
     group = setup.shard_group or setup.dp // _expert_axis(setup)
     # Some software counts context ranks among those that share: where all replicas do, nothing is to be said.
     if sharding is not OptimizerSharding.NONE and group > 1 and (setup.cp == 1 or group != replicas):
-        pins["shard_size"] = str(group)
+        pins["shard_size"] = group
     if stages := _stage_layers(run):
-        pins["stage_layers"] = "-".join(map(str, stages))
+        pins["stage_layers"] = stages
     if replicas > 1:
         pins |= _messages(setup, sharding)
     pins |= _recompute(run, notes)
-    pins["offload_optimizer"] = str(setup.offload_optimizer).lower()
+    pins["offload_optimizer"] = setup.offload_optimizer
     for kept in ("offload_parameters", "offload_activations"):
         if getattr(setup, kept):
-            pins[kept] = "true"
+            pins[kept] = True
     if setup.tp > 1:
-        pins |= {"sequence_parallel": str(setup.sequence_parallel).lower(), "tensor_cut": "width"}
+        pins |= {"sequence_parallel": setup.sequence_parallel, "tensor_cut": "width"}
         if setup.overlap_tensor and setup.sequence_parallel:
-            pins["tensor_overlap"] = "true"
+            pins["tensor_overlap"] = True
     if setup.pp > 1:
         pins["schedule"] = _schedule(setup, notes)
     return pins
 
 
-def _messages(setup: TrainingSetup, sharding: OptimizerSharding) -> dict[str, str]:
+def _messages(setup: TrainingSetup, sharding: OptimizerSharding) -> dict[str, object]:
     """Size of gradient messages as the software has it, and no parameter that stays whole beside sharded ones.
 
     DeepSpeed reduces ``reduce_bucket_size`` elements at once. Megatron-Core makes buckets of 40 million elements, or
@@ -307,26 +307,26 @@ def _messages(setup: TrainingSetup, sharding: OptimizerSharding) -> dict[str, st
         elements = DEEPSPEED_BUCKET
     if setup.stack in (Stack.MEGATRON, Stack.TRANSFORMER_ENGINE, Stack.MINDSPEED) and not elements:
         elements = max(MEGATRON_BUCKET, MEGATRON_BUCKET_OF_RANK * setup.dp) if setup.overlap_gradients else inf
-    pins = {} if sharding is OptimizerSharding.NONE else {"sharding_threshold_kb": "0"}
+    pins: dict[str, object] = {} if sharding is OptimizerSharding.NONE else {"sharding_threshold_kb": 0}
     if elements:
         each = 4 if setup.precision in ("fp32", "tf32") else 2
-        pins["bucket_mb"] = str(round(max(1.0, min(elements * each / 2**20, LARGEST_BUCKET_MB))))
+        pins["bucket_mb"] = round(max(1.0, min(elements * each / 2**20, LARGEST_BUCKET_MB)))
     elif setup.stack in BUCKETS_MB:
-        pins["bucket_mb"] = str(BUCKETS_MB[setup.stack])
+        pins["bucket_mb"] = BUCKETS_MB[setup.stack]
     return pins
 
 
-def _recompute(run: TrainingRun, notes: list[str]) -> dict[str, str]:
+def _recompute(run: TrainingRun, notes: list[str]) -> dict[str, object]:
     """Pin recomputation to the layers: no software recomputes the embedding or the head."""
     setup, network = run.setup, run.network
     if setup.every_second_product:
         notes.append("checkpoints of every second product planned as selective recomputation")
-        return {"recompute": str(Recompute.SELECTIVE)}
+        return {"recompute": Recompute.SELECTIVE}
     if setup.recompute is Recompute.FULL and isinstance(network, TransformerShape) and setup.schedule not in FOLDED:
         chunks = _stage_layers(run) or (network.layers,)
         fullest = max(sum(chunks[rank :: setup.pp]) for rank in range(setup.pp))
-        return {"recompute_layers": str(setup.recompute_layers or fullest)}
-    return {"recompute": str(setup.recompute)}
+        return {"recompute_layers": setup.recompute_layers or fullest}
+    return {"recompute": setup.recompute}
 
 
 def _schedule(setup: TrainingSetup, notes: list[str]) -> str:

@@ -53,7 +53,7 @@ class Workplace:
         return PlanRequest(
             network=self._network(run), hardware=self._profile(run, limited=limited),
             devices=run.devices, global_batch=run.global_batch, sequence_length=run.sequence_length,
-            precision=run.precision, optimizer=run.optimizer or None, pins=dict(run.pins), hints=run.hints, top=1,
+            precision=run.precision, optimizer=run.optimizer or None, pins=run.pins, hints=run.hints, top=1,
             sensitivity=False, software=run.software, attention=run.attention, norms=run.norms, exchange=run.exchange,
         )  # fmt: skip
 
@@ -238,7 +238,9 @@ def _predicted(wanted: Sequence[Wanted], cores: int) -> Iterator[tuple[Wanted, O
         groups.setdefault(network_key(one[1]), []).append(one)
     for group in groups.values():
         # Runs on one mesh at one micro-batch share tables.
-        group.sort(key=lambda one: (one[1].hardware, one[1].precision, one[1].software, one[1].devices, one[1].pins))
+        group.sort(
+            key=lambda one: (one[1].hardware, one[1].precision, one[1].software, one[1].devices, str(one[1].pins))
+        )
     parts = [group[start : start + _GROUP] for group in groups.values() for start in range(0, len(group), _GROUP)]
     with tempfile.TemporaryDirectory() as folder:
         left = dict(enumerate(parts))

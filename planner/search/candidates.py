@@ -10,7 +10,7 @@ from planner.cost.work import Optimizer
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.plans.hints import Hint
-from planner.plans.request import Pins
+from planner.plans.pins import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
 from planner.search.configurations.space import divisors
 from planner.search.dynamic_programming import fastest, least_bytes, once_s

@@ -11,6 +11,7 @@ from planner.planning.documents import plan_document
 from planner.planning.goodput import DAY_S, OPTIONS, checkpoint_bytes, plan_goodput
 from planner.planning.planning import capture_for
 from planner.planning.shared_tables import SharedTables
+from planner.plans.pins import FREE, Pins
 from planner.what_if.options import WhatIfOptions, requests_of
 from planner.what_if.rows import plan_point
 from simulator.errors import InfeasibleError, InputError
@@ -104,7 +105,7 @@ class BudgetOptions:
     sequence_length: int | None = None
     precision: str | None = None
     optimizer: str | None = None
-    pins: Mapping[str, str] = field(default_factory=dict)
+    pins: Pins = FREE
     software: str = ""
     memory_headroom: float = 0.0
 

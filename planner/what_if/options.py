@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from planner.plans.request import PIN_NAMES
+from planner.plans.pins import FREE, PIN_NAMES, Pins
 from simulator.errors import InputError
 from simulator.hardware import is_profile_path, split_settings
 from simulator.profiles import load_profile
@@ -54,7 +54,7 @@ class WhatIfOptions:
     optimizer: str | None = None
     search_mode: str = "dynamic_programming"
     parallel_mode: str = "auto_parallel"
-    pins: Mapping[str, str] = field(default_factory=dict)
+    pins: Pins = FREE
     software: str = ""
     attention: str = ""
     norms: str = ""
@@ -91,7 +91,7 @@ def _with(options: WhatIfOptions, chosen: Mapping[str, str]) -> WhatIfOptions:
     }
     if {"global_batch", "batch_per_device"} & set(fields):
         fields = {"global_batch": None, "batch_per_device": None, **fields}
-    pins = {**options.pins, **{key: value for key, value in chosen.items() if key in PIN_NAMES}}
+    pins = Pins.read({key: value for key, value in chosen.items() if key in PIN_NAMES}).over(options.pins)
     hardware = tuple(_profile(name, of_profile) for name in options.hardware) if of_profile else options.hardware
     return replace(options, settings=(), pins=pins, hardware=hardware, **fields)  # type: ignore[arg-type]
 
@@ -208,7 +208,7 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
                 optimizer=options.optimizer,
                 search_mode=options.search_mode,
                 parallel_mode=options.parallel_mode,
-                pins=dict(options.pins),
+                pins=options.pins,
                 software=options.software,
                 attention=options.attention,
                 norms=options.norms,

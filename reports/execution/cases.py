@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from planner.plans.pins import FREE, Pins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +24,13 @@ class Case:
 
     network: Network
     processes: int
-    pins: Mapping[str, str] = field(default_factory=dict)
+    pins: Pins = FREE
     by_hand: str | None = None
 
     @property
     def name(self) -> str:
         """What the plan is called in tables."""
-        words = " ".join(f"{name}={value}" for name, value in self.pins.items() if value not in ("none", "1"))
+        words = " ".join(f"{name}={value}" for name, value in self.pins.named().items() if value not in ("none", "1"))
         return words or "one process"
 
 
@@ -76,8 +77,6 @@ def tiny_cases() -> tuple[Case, ...]:
 
 
 def _case(network: Network, processes: int, by_hand: str | None = None, **given: str | int) -> Case:
-    degrees: dict[str, str | int] = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "optimizer_sharding": "none"}
-    pins = {**degrees, **given} if processes > 1 else {}
-    return Case(
-        network=network, processes=processes, pins={name: str(value) for name, value in pins.items()}, by_hand=by_hand
-    )
+    plain = Pins(dp=1, tp=1, pp=1, cp=1, optimizer_sharding="none")
+    pins = Pins.read(given).over(plain) if processes > 1 else FREE
+    return Case(network=network, processes=processes, pins=pins, by_hand=by_hand)

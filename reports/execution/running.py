@@ -309,7 +309,7 @@ def plan_case(case: Case, profile: Path) -> tuple[Plan, float]:
         sequence_length=network.sequence_length,
         precision="fp32",
         optimizer=network.optimizer,
-        pins=dict(case.pins),
+        pins=case.pins,
         top=1,
     )
     result = plan_network(request)

@@ -45,7 +45,8 @@ from planner.graph.scaling import at_batch
 from planner.networks import load_network
 from planner.plans.file import plan_to_text, read_strategy
 from planner.plans.hints import load_hints
-from planner.plans.request import PlanRequest, read_pins
+from planner.plans.pins import Pins
+from planner.plans.request import PlanRequest, checked_pins
 from planner.plans.rule_text import rule_from_text
 from planner.published.measurement_file import read_rows
 from planner.what_if.journal import read as read_journal
@@ -221,11 +222,11 @@ def _npy() -> list[bytes]:
 def _pins(path: Path) -> object:
     pairs = (line.partition("=") for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines())
     pins = {name: value for name, _, value in pairs}
-    known = {name: value for name, value in pins.items() if name in Pins}
-    return read_pins(PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=8, pins=known))
+    known = {name: value for name, value in pins.items() if name in PINNED}
+    return checked_pins(PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=8, pins=Pins.read(known)))
 
 
-Pins = {
+PINNED = {
     *("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", "shard_size", "recompute", "order"),
     *("optimizer_sharding", "schedule", "bucket_mb", "sharding_threshold_kb", "copies", "stage_layers"),
     *("recompute_layers", "sequence_parallel", "offload_to", "offload_optimizer", "expert_cut", "tensor_cut"),

@@ -15,7 +15,7 @@ from torch import nn
 
 import meshwright as mw
 from planner.cli.plan import PlanArguments
-from planner.plans.request import PIN_NAMES
+from planner.plans.pins import PIN_NAMES
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from planner.planning.beside import Beside
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.pins import Pins
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="plans are simulated beside on Linux alone")
 
@@ -173,7 +174,7 @@ def test_interrupts_are_for_the_process_that_waits(tmp_path: Path) -> None:
 @forks
 @pytest.mark.parametrize("network", ["zoo:mlp", "zoo:gpt2-tiny"])
 def test_plans_are_the_same_on_any_number_of_cores(network: str) -> None:
-    request = PlanRequest(network=network, hardware="dgx-a100", devices=16, pins={}, top=5)
+    request = PlanRequest(network=network, hardware="dgx-a100", devices=16, pins=Pins(), top=5)
     one, two = plan_network(request), plan_network(request, cores=2)
     assert one.candidates == two.candidates
     assert (one.status, one.messages, one.shadow_prices) == (two.status, two.messages, two.shadow_prices)

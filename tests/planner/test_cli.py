@@ -89,7 +89,7 @@ def test_plan_prints_a_table_and_writes_the_strategy(planned: list[planning.Plan
     for words in ("100 ms", "80.0–130 ms", "328 k", "41.2 %", "20.0 GiB", "gap 0 %", "calibrated", "strategy.json"):
         assert words in result.stdout
     assert "aten.odd.default has no rule and is replicated" in result.stdout
-    assert planned[0].pins == {"tp": "2"}
+    assert planned[0].pins.said() == {"tp": 2}
     assert (planned[0].top, planned[0].precision, planned[0].global_batch) == (3, "bf16", 64)
     written = read_strategy("strategy.json")
     assert written.plan == make_result().candidates[0].plan

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from planner.cli.app import app
 from planner.cli.config import PlanSettings, merged, read_config
-from planner.cli.options import read_device_counts, read_pins
+from planner.cli.options import read_device_counts
+from planner.plans.pins import Pins, read_pins
 from simulator.errors import InputError
 
 
@@ -70,13 +71,7 @@ def test_any_text_gives_rising_counts_or_an_input_error(text: str) -> None:
 
 def test_pins() -> None:
     pins = read_pins(["tp=8", " micro_batch = 02", "recompute=full", "sequence_parallel=true", "schedule=1f1b"])
-    assert pins == {
-        "tp": "8",
-        "micro_batch": "2",
-        "recompute": "full",
-        "sequence_parallel": "true",
-        "schedule": "1f1b",
-    }
+    assert pins == Pins(tp=8, micro_batch=2, recompute="full", sequence_parallel=True, schedule="1f1b")
 
 
 @pytest.mark.parametrize(
@@ -105,14 +100,22 @@ def test_the_command_line_wins_over_the_config(tmp_path: Path) -> None:
     path.write_text(
         "network: zoo:mlp\nhw: dgx-a100\ndevices: 16\nglobal-batch: 64\npin: {tp: 2, dp: 8, sequence_parallel: false}\n"
     )
-    settings = merged(PlanSettings(devices=8, pin=("tp=4",)), read_config(path))
+    settings = merged(PlanSettings(devices=8, pin=Pins(tp=4)), read_config(path))
     assert (settings.network, settings.hw, settings.devices, settings.global_batch) == ("zoo:mlp", "dgx-a100", 8, 64)
-    assert read_pins(settings.pin) == {"tp": "4", "dp": "8", "sequence_parallel": "false"}
+    assert settings.pin == Pins(tp=4, dp=8, sequence_parallel=False)
+
+
+@pytest.mark.parametrize("text", ["{stage_layers: [3, 5], tp: 2}", "[stage_layers=3-5, tp=2]"])
+def test_pins_in_a_file_are_a_mapping_of_values_or_texts(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"pin: {text}")
+    assert read_config(path).pin == Pins(stage_layers=(3, 5), tp=2)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("pin: {tp: two}", "'two' is not a whole number"),
         ("devces: 8", "'devces' is no option of plan; did you mean 'devices'"),
         ("devices: eight", "devices: 'eight' is wrong"),
         ("devices: 0", "devices: 0 is wrong"),

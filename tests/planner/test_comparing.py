@@ -12,6 +12,7 @@ from planner.cli.app import app
 from planner.planning.comparing import Compared, why_not
 from planner.planning.planning import plan_network
 from planner.plans.file import write_plan
+from planner.plans.pins import Pins, read_pins
 from planner.plans.plan import Plan
 from planner.plans.request import PlanRequest
 
@@ -20,7 +21,7 @@ def planned(network: str, hardware: str, devices: int, batch: int, *pins: str, l
     """The best plan with these pins."""
     request = PlanRequest(
         network=network, hardware=hardware, devices=devices, global_batch=batch, sequence_length=length, top=1,
-        sensitivity=False, pins=dict(pin.split("=") for pin in pins),
+        sensitivity=False, pins=read_pins(pins),
     )  # fmt: skip
     return plan_network(request).candidates[0].plan
 
@@ -34,7 +35,7 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def compared(plan: Plan) -> Compared:
     """The same with eight tensor ranks."""
-    return why_not(plan, {"tp": "8"})
+    return why_not(plan, Pins(tp=8))
 
 
 def test_parts_of_the_step_add_up_to_the_difference(compared: Compared) -> None:
@@ -90,7 +91,7 @@ def test_trade_offs_of_a_llama_of_70b(changed: tuple[str, ...], least: float, mo
     """Both slow a step down; the published losses of throughput are 28 % and 6 %."""
     pins = ("sequence_parallel=true", "micro_batch=1", "recompute=none", "optimizer_sharding=zero1")
     plan = planned("zoo:llama3-70b", "dgx-h100", 64, 128, "tp=4", "pp=4", *pins, length=4096)
-    found = why_not(plan, dict(pin.split("=") for pin in (*changed, *pins)))
+    found = why_not(plan, read_pins((*changed, *pins)))
     assert found.instead is not None
     ratio = found.instead.prediction.step_time_s / found.chosen.prediction.step_time_s
     assert least < ratio < most

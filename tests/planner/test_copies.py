@@ -20,6 +20,7 @@ from planner.lowering.turns import is_message
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
 from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 from simulator.errors import InputError, StrategyError
 from simulator.pipeline_operators import FIRST
@@ -36,12 +37,16 @@ HARDWARE = load_profile("dgx-a100")
 def cut() -> Plan:
     """A plan whose layers send messages along a tensor axis."""
     pins = {"tp": "2", "micro_batch": "4", "sequence_parallel": "true", "copies": "2"}
-    request = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=2, global_batch=16, pins=pins, top=1)
+    request = PlanRequest(
+        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=2, global_batch=16, pins=Pins.read(pins), top=1
+    )
     return plan_network(request).candidates[0].plan
 
 
 def planned(**pins: str) -> Plan:
-    request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, global_batch=16, pins=pins, top=1)
+    request = PlanRequest(
+        network="zoo:mlp", hardware="dgx-a100", devices=2, global_batch=16, pins=Pins.read(pins), top=1
+    )
     return plan_network(request).candidates[0].plan
 
 
@@ -88,7 +93,9 @@ def test_the_pin_gives_plans_whose_micro_batches_divide() -> None:
 def test_what_copies_cost_is_simulated() -> None:
     pins = {"tp": "1", "dp": "2", "micro_batch": "8", "optimizer_sharding": "none", "copies": "2"}
     graph = captured("mlp")
-    request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, global_batch=16, pins=pins, top=1)
+    request = PlanRequest(
+        network="zoo:mlp", hardware="dgx-a100", devices=2, global_batch=16, pins=Pins.read(pins), top=1
+    )
     found = plan_network(request, graph=graph)
     best, costs = found.candidates[0], {pin: seconds for pin, seconds, _ in found.pin_costs}
     whole = predict_plan(replace(best.plan, copies=1), at_precision(graph, "bfloat16"), HARDWARE)
@@ -116,7 +123,13 @@ def staged(schedule: str = "1f1b") -> Plan:
     pins = {"pp": "2", "tp": "2", "dp": "1", "micro_batch": "4", "sequence_parallel": "true", "copies": "2"}
     pins |= {"schedule": schedule, "recompute": "none"}
     request = PlanRequest(
-        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, pins=pins, top=1, sensitivity=False
+        network="zoo:gpt2-tiny",
+        hardware="dgx-a100",
+        devices=4,
+        global_batch=16,
+        pins=Pins.read(pins),
+        top=1,
+        sensitivity=False,
     )
     return plan_network(request, graph=captured("gpt2-tiny")).candidates[0].plan
 
@@ -145,7 +158,13 @@ def test_messages_inside_operators_end_no_turn() -> None:
     pins = {"pp": "2", "cp": "2", "dp": "1", "tp": "1", "micro_batch": "4", "copies": "2", "context_algorithm": "ring"}
     pins |= {"schedule": "1f1b", "recompute": "none"}
     request = PlanRequest(
-        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, pins=pins, top=1, sensitivity=False
+        network="zoo:gpt2-tiny",
+        hardware="dgx-a100",
+        devices=4,
+        global_batch=16,
+        pins=Pins.read(pins),
+        top=1,
+        sensitivity=False,
     )
     plan = plan_network(request, graph=captured("gpt2-tiny")).candidates[0].plan
     lowered = lower_stages(plan, at_batch(captured("gpt2-tiny"), plan.samples))
@@ -188,7 +207,13 @@ def test_copies_hide_the_messages_of_stages() -> None:
         "copies": "2",
     }
     request = PlanRequest(
-        network="zoo:gpt2", hardware="dgx-a100", devices=16, global_batch=128, pins=pins, top=1, sensitivity=False
+        network="zoo:gpt2",
+        hardware="dgx-a100",
+        devices=16,
+        global_batch=128,
+        pins=Pins.read(pins),
+        top=1,
+        sensitivity=False,
     )
     plan = plan_network(request, graph=graph).candidates[0].plan
     one, two = (predict_plan(replace(plan, copies=copies), graph, HARDWARE) for copies in (1, 2))
@@ -212,8 +237,8 @@ def test_copies_in_stages_train_as_one_process_does(schedule: str) -> None:
     [
         ({"copies": "2", "micro_batch": "1"}, InputError, "a micro-batch of 1 cannot be divided into 2 copies"),
         ({"copies": "2", "micro_batch": "3"}, InputError, r"use --pin micro_batch=4 or copies=1"),
-        ({"copies": "3"}, InputError, "copies '3' is not one of 1, 2"),
-        ({"copies": "two"}, InputError, "copies 'two' is not one of 1, 2"),
+        ({"copies": "3"}, InputError, "'3' is not a whole number from 1 to 2"),
+        ({"copies": "two"}, InputError, "'two' is not a whole number from 1 to 2"),
         ({"copies": "2", "micro_batches": "16"}, InputError, "global batch 16 does not divide"),
         ({"copies": "2", "micro_batches": "8", "dp": "2"}, InputError, "global batch 16 does not divide"),
     ],

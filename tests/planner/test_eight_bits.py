@@ -14,6 +14,7 @@ from planner.graph.scaling import EIGHT_BITS, FOUR_BITS, at_batch, at_precision
 from planner.graph.statistics import wide_nodes
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.pins import Pins
 from simulator import launches
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
@@ -73,7 +74,7 @@ def test_casting_reads_and_writes_the_local_factors(parts: tuple[float, float]) 
 
 def test_a_plan_is_faster_by_its_products_less_the_casts_and_takes_as_much_memory() -> None:
     """The whole step of one device: only tasks of linear layers change, each as the kernel models say."""
-    request = replace(TINY, devices=1, global_batch=8, precision="bf16", pins={"micro_batch": "8"})
+    request = replace(TINY, devices=1, global_batch=8, precision="bf16", pins=Pins(micro_batch=8))
     best = plan_network(request, graph=captured("gpt2-tiny")).candidates[0]
     plan = replace(best.plan, precision="bf16")
     wide, eight = (
@@ -114,7 +115,7 @@ def test_a_plan_is_faster_by_its_products_less_the_casts_and_takes_as_much_memor
 def test_closed_form_and_simulation_agree_as_in_bfloat16(pins: dict[str, str]) -> None:
     apart = []
     for precision in ("bf16", "fp8"):
-        request = replace(TINY, precision=precision, pins={**pins, "recompute": "full"})
+        request = replace(TINY, precision=precision, pins=Pins.read({**pins, "recompute": "full"}))
         found = plan_network(request, graph=captured("gpt2-tiny")).candidates[0].prediction
         apart.append(sum(found.analytic.values()) / found.step_time_s - 1)
     assert apart[1] == pytest.approx(apart[0], abs=0.02)

@@ -13,6 +13,7 @@ import yaml
 
 from planner.planning.explanations import other_choices
 from planner.planning.planning import PlanRequest, SearchResult, plan_network
+from planner.plans.pins import Pins
 from simulator.profiles import write_profile
 from tests.planner.search.problems import captured
 
@@ -47,7 +48,7 @@ def with_bandwidth(factor: float) -> Callable[[dict[str, Any]], None]:
 
 
 def planned(hardware: str, pins: Mapping[str, str], *, sensitivity: bool = True) -> SearchResult:
-    asked = replace(REQUEST, hardware=hardware, pins={**PINS, **pins}, sensitivity=sensitivity)
+    asked = replace(REQUEST, hardware=hardware, pins=Pins.read({**PINS, **pins}), sensitivity=sensitivity)
     return plan_network(asked, graph=captured("gpt2-tiny"))
 
 
@@ -85,7 +86,7 @@ def test_bandwidth_is_worth_what_planning_on_faster_links_saves(tmp_path: Path, 
 
 
 def test_ranks_that_share_states_are_said_where_they_do() -> None:
-    asked = replace(REQUEST, hardware="dgx-a100", pins={"dp": "4", "tp": "1", "pp": "1"}, sensitivity=False)
+    asked = replace(REQUEST, hardware="dgx-a100", pins=Pins(dp=4, tp=1, pp=1), sensitivity=False)
     best = replace(plan_network(asked, graph=captured("gpt2-tiny")).candidates[0].plan, shard_size=2)
     best = replace(best, optimizer_sharding="zero1")
     assert other_choices(best, replace(best, optimizer_sharding="none", shard_size=0)) == ""

@@ -12,7 +12,8 @@ from planner.execution.run import execute_plan
 from planner.planning.planning import PlanRequest, capture_for, plan_network
 from planner.planning.setting import setting_of
 from planner.planning.shared_tables import SharedTables
-from planner.plans.request import read_pins
+from planner.plans.pins import Pins
+from planner.plans.request import checked_pins
 from planner.search.configurations.storage import Storages
 from simulator.program import Kernel
 from tests.planner.execution.small import LENGTH, VOCABULARY, place
@@ -30,7 +31,7 @@ def shared() -> SharedTables:
 
 
 def with_pins(**pins: str) -> PlanRequest:
-    return replace(REQUEST, pins={"micro_batches": "1", **pins}, top=1, sensitivity=False)
+    return replace(REQUEST, pins=Pins.read({"micro_batches": "1", **pins}), top=1, sensitivity=False)
 
 
 def numbers() -> tuple[int, int]:
@@ -63,7 +64,7 @@ def test_states_are_those_of_adapters_alone(sharding: str, shards: int) -> None:
     memory = result.candidates[0].prediction.memory_at_peak
     assert not any("of the parameters whole" in message for message in result.messages)
     assert (memory["optimizer_states"], memory["parameters"]) == (states, held)
-    placed = setting_of(request, None, shared()).search.explore(read_pins(request)).found[0]
+    placed = setting_of(request, None, shared()).search.explore(checked_pins(request)).found[0]
     units, model = placed.tables.units, setting_of(request, None, shared()).search.model()
     resident = sum(
         model.resident_bytes(units[number], Storages.of([placed.configuration]))[0, label]

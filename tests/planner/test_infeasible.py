@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.planning import infeasible
 from planner.planning.configured import Configured
-from planner.plans.request import Pins
+from planner.plans.pins import Pins
 from simulator.profiles import load_profile
 
 A100 = load_profile("dgx-a100")

@@ -13,6 +13,7 @@ import pytest
 
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import read_plan
+from planner.plans.pins import Pins
 from planner.plans.plan import Status
 from planner.search.patience import Patience
 from simulator.calibration.process import available_cores
@@ -134,9 +135,9 @@ class Hurried(Patience):
     ("fields", "status"),
     [
         ({"devices": 8}, Status.BOUNDED),
-        ({"devices": 16, "pins": {"pp": "4", "recompute": "full"}}, Status.BOUNDED),
+        ({"devices": 16, "pins": Pins(pp=4, recompute="full")}, Status.BOUNDED),
         ({"devices": 8, "search_mode": "recursive_programming"}, Status.HEURISTIC),
-        ({"devices": 1, "global_batch": 2**21, "pins": {"micro_batches": "1"}}, Status.INFEASIBLE),
+        ({"devices": 1, "global_batch": 2**21, "pins": Pins(micro_batches=1)}, Status.INFEASIBLE),
     ],
 )
 def test_whoever_does_not_wait_gets_the_first_plan_that_fits(fields: Mapping[str, Any], status: Status) -> None:

@@ -15,8 +15,8 @@ from planner.lowering.instructions import Accumulate, Communicate, Compute, Lowe
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.planning.prediction import predict_plan, simulate_plan
+from planner.plans.pins import ParameterStorage
 from planner.plans.plan import Plan
-from planner.plans.request import ParameterStorage
 from planner.search.problem.problem import Cost, Problem
 from simulator import engine
 from simulator.profiles import load_profile

@@ -15,6 +15,7 @@ from planner.cost.memory.doubt import probability_to_fit
 from planner.planning.documents import prediction_document
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import Prediction
+from planner.plans.pins import Pins
 from simulator.profiles import profile_text
 from simulator.program import BufferKind
 
@@ -40,7 +41,7 @@ def predicted(spec: str, software: str, devices: int = 2, hardware: str = "dgx-a
     fixed = {"tp": 1, "pp": 1, "micro_batch": 1, "recompute": "none", "offload_optimizer": "false", **pins}
     request = PlanRequest(
         network=spec, hardware=hardware, devices=devices, global_batch=8, sequence_length=256, software=software, top=1,
-        sensitivity=False, pins={name: str(value) for name, value in fixed.items()},
+        sensitivity=False, pins=Pins.read(fixed),
     )  # fmt: skip
     found = plan_network(request)
     assert found.candidates, found.infeasible
@@ -115,7 +116,7 @@ def test_the_memory_of_the_host_is_a_limit(tmp_path: Path) -> None:
         fixed = {"tp": 1, "pp": 1, "micro_batch": 1, "recompute": "none", **pins}
         request = PlanRequest(
             network=spec, hardware=str(profile), devices=2, global_batch=8, sequence_length=256, top=1,
-            sensitivity=False, pins={name: str(value) for name, value in fixed.items()},
+            sensitivity=False, pins=Pins.read(fixed),
         )  # fmt: skip
         found = plan_network(request)
         assert bool(found.candidates) is fits
@@ -129,7 +130,7 @@ def test_states_are_shared_out_over_any_number_of_ranks(ranks: int, tmp_path: Pa
     fixed = {"tp": 1, "pp": 1, "dp": ranks, "micro_batch": 1, "optimizer_sharding": "zero3", "shard_size": ranks}
     request = PlanRequest(
         network=spec, hardware="dgx-h100", devices=ranks, global_batch=2 * ranks, sequence_length=256, top=1,
-        software="fsdp", sensitivity=False, pins={name: str(value) for name, value in fixed.items()},
+        software="fsdp", sensitivity=False, pins=Pins.read(fixed),
     )  # fmt: skip
     found = plan_network(request)
     parameters = (8191 + 512 + 2) * 512 + 4 * (12 * 512**2 + 13 * 512)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.pins import Pins
 from planner.plans.request import SEARCH_MODES
 from simulator.errors import InputError
 
 
 def request(pins: dict[str, str], **fields: object) -> PlanRequest:
     fields = {"network": "zoo:mlp", "devices": 4, "global_batch": 64, **fields}
-    return PlanRequest(hardware="dgx-a100", pins=pins, top=1, sensitivity=False, **fields)  # type: ignore[arg-type]
+    return PlanRequest(hardware="dgx-a100", pins=Pins.read(pins), top=1, sensitivity=False, **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", SEARCH_MODES)

@@ -16,6 +16,7 @@ from planner.lowering.checked import checked_graph
 from planner.planning.mixed_cluster import plan_on_cluster, shares
 from planner.planning.planning import capture_for, plan_network, with_usual_software
 from planner.planning.prediction import simulate_plan
+from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
 from simulator.profiles import cluster_at, load_profile
 
@@ -29,7 +30,13 @@ def cluster(folder: Path, *types: str) -> str:
 
 def asked(network: str, hardware: str, devices: int, batch: int, **pins: str) -> PlanRequest:
     request = PlanRequest(
-        network=network, hardware=hardware, devices=devices, global_batch=batch, top=1, sensitivity=False, pins=pins
+        network=network,
+        hardware=hardware,
+        devices=devices,
+        global_batch=batch,
+        top=1,
+        sensitivity=False,
+        pins=Pins.read(pins),
     )
     return with_usual_software(request)
 
@@ -78,7 +85,7 @@ def test_faster_devices_have_more_layers(tmp_path: Path) -> None:
     result, answered = plan_on_cluster(request)
     assert answered.hardware == path
     plan = result.candidates[0].plan
-    first, second = map(int, answered.pins["stage_layers"].split("-"))
+    first, second = answered.pins.stage_layers or ()
     assert first > second
     nodes = cluster_at(path)
     assert nodes is not None
@@ -86,7 +93,7 @@ def test_faster_devices_have_more_layers(tmp_path: Path) -> None:
     again = simulate_plan(plan, graph, machine_of(plan), cluster=cluster_as_run(nodes, plan)).prediction
     assert again.step_time_s == pytest.approx(result.candidates[0].prediction.step_time_s)
     even = simulate_plan(
-        plan_network(replace(request, pins={**request.pins, "stage_layers": "16-16"})).candidates[0].plan,
+        plan_network(replace(request, pins=replace(request.pins, stage_layers=(16, 16)))).candidates[0].plan,
         graph,
         machine_of(plan),
         cluster=cluster_as_run(nodes, plan),

@@ -13,6 +13,7 @@ import pytest
 from planner.planning.analytic import AGREES
 from planner.planning.planning import Candidate, capture_for, plan_network
 from planner.planning.shared_tables import SharedTables
+from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
 from simulator.errors import MeshwrightError
 
@@ -79,8 +80,8 @@ class Planner:
             file.write_text(json.dumps(content))
             network = f"hf:{file}"
         request = PlanRequest(
-            network=network, hardware=hardware, devices=8, global_batch=batch, sequence_length=tokens, pins=pins, top=1,
-            sensitivity=False, memory_headroom=headroom,
+            network=network, hardware=hardware, devices=8, global_batch=batch, sequence_length=tokens,
+            pins=Pins.read(pins), top=1, sensitivity=False, memory_headroom=headroom,
         )  # fmt: skip
         if name not in self._shared:
             self._shared[name] = SharedTables(capture_for(request))

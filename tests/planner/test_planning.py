@@ -20,8 +20,8 @@ from planner.planning.analytic import differing_term
 from planner.planning.planning import PlanRequest, SearchResult, capture_for, plan_network
 from planner.planning.prediction import Prediction, predict_plan, simulate_plan
 from planner.plans.file import plan_to_text, read_plan, write_plan
+from planner.plans.pins import PIN_NAMES, Pins
 from planner.plans.plan import Plan, Status, optimizer_sharding, stored_parameters
-from planner.plans.request import PIN_NAMES
 from planner.search.candidates import Found, Space
 from planner.search.configurations.storage import Storage
 from planner.sharding.placement import PARTIAL, REPLICATE
@@ -114,25 +114,25 @@ def test_the_prediction_is_that_of_the_simulated_step(tiny: SearchResult) -> Non
     ],
 )
 def test_pins_hold_in_every_candidate(pins: Mapping[str, str], holds: Callable[[Plan], bool]) -> None:
-    candidates = planned(replace(TINY, pins=pins)).candidates
+    candidates = planned(replace(TINY, pins=Pins.read(pins))).candidates
     assert candidates
     assert all(holds(c.plan) for c in candidates)
 
 
 def costs_of(pins: Mapping[str, str]) -> dict[str, float]:
-    found = planned(replace(TINY, top=1, devices=2, pins=pins))
+    found = planned(replace(TINY, top=1, devices=2, pins=Pins.read(pins)))
     return {pin: seconds for pin, seconds, _ in found.pin_costs}
 
 
 def test_the_first_chunk_may_have_the_embedding_alone_and_the_last_the_head() -> None:
-    request = replace(TINY, top=1, devices=4, pins={"tp": "1", "pp": "4", "stage_layers": "0-2-2-0"}, sensitivity=False)
+    request = replace(TINY, top=1, devices=4, pins=Pins(tp=1, pp=4, stage_layers=(0, 2, 2, 0)), sensitivity=False)
     chunks = planned(request).candidates[0].plan.chunks
     assert [chunk.first for chunk in chunks] == ["token_embedding", "blocks.0", "blocks.2", "norm"]
     for wrong in ("2-0-2", "0-0", "a-2"):
         with pytest.raises(InputError, match="0 in the first and last alone"):
-            planned(replace(request, pins={"stage_layers": wrong}))
+            planned(replace(request, pins=Pins.read({"stage_layers": wrong})))
     with pytest.raises(InputError, match="at least one layer"):
-        planned(replace(request, network="zoo:mlp", devices=2, pins={"tp": "1", "stage_layers": "0-3"}))
+        planned(replace(request, network="zoo:mlp", devices=2, pins=Pins(tp=1, stage_layers=(0, 3))))
 
 
 def test_of_every_pin_it_is_said_what_it_costs() -> None:
@@ -162,9 +162,9 @@ def test_of_every_pin_it_is_said_what_it_costs() -> None:
 
 @pytest.mark.parametrize("asked", [{"search_mode": "recursive_programming"}, {"parallel_mode": "data_parallel"}])
 def test_pins_of_plans_of_one_stage_cost_what_planning_without_them_saves(asked: dict[str, str]) -> None:
-    request = replace(TINY, top=1, pins={"dp": "4"}, **asked)  # type: ignore[arg-type]
+    request = replace(TINY, top=1, pins=Pins(dp=4), **asked)  # type: ignore[arg-type]
     free = planned(replace(request, sensitivity=False))
-    pinned = planned(replace(request, pins={"dp": "4", "micro_batch": "1", "recompute": "none"}))
+    pinned = planned(replace(request, pins=Pins(dp=4, micro_batch=1, recompute="none")))
     costs = {pin: seconds for pin, seconds, _ in pinned.pin_costs}
     first, second = (found.candidates[0].plan.certificate.objective_s for found in (free, pinned))
     assert costs["micro_batch=1"] == pytest.approx(second - first, rel=1e-6)
@@ -184,7 +184,7 @@ def test_a_pin_costs_what_it_brings_along_as_well() -> None:
 
 
 def test_a_precision_that_runs_as_a_wider_one_is_said() -> None:
-    request = replace(TINY, hardware="dgx1-v100", precision="bf16", top=1, pins={"dp": "4"})
+    request = replace(TINY, hardware="dgx1-v100", precision="bf16", top=1, pins=Pins(dp=4))
     said = "V100.* has no bfloat16 peak: timed as float32; plan with --precision fp16"
     assert any(re.search(said, message) for message in planned(request).messages)
     assert not any("peak" in message for message in planned(replace(request, precision="fp16")).messages)
@@ -214,7 +214,7 @@ def test_data_parallel_splits_the_batch_even_where_that_does_not_pay() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"pins": {"optimizer_sharding": "zero2"}},
+        {"pins": Pins(optimizer_sharding="zero2")},
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"parallel_mode": "data_parallel"}, marks=pytest.mark.slow),
     ],
@@ -232,14 +232,14 @@ def test_the_same_request_twice_gives_the_same_bytes(change: Mapping[str, object
 
 def test_thresholds_and_messages_that_are_pinned_are_written(tmp_path: Path) -> None:
     pins = {"dp": "4", "pp": "1", "optimizer_sharding": "zero1", "sharding_threshold_kb": "64", "bucket_mb": "50"}
-    result = planned(replace(TINY, pins=pins))
+    result = planned(replace(TINY, pins=Pins.read(pins)))
     for candidate in result.candidates:
         assert (candidate.plan.sharding_threshold_bytes, candidate.plan.bucket_bytes) == (64 * 1024, 50 * 2**20)
     write_plan(result.candidates[0].plan, tmp_path / "strategy.json")
     lowered_of(read_plan(tmp_path / "strategy.json"), captured("gpt2-tiny"))
     assert {pin.partition("=")[0] for pin, _, _ in result.pin_costs} >= {"sharding_threshold_kb", "bucket_mb"}
     with pytest.raises(InputError, match=r"sharding_threshold_kb=9999: more than half .* use --pin .*=\d+ or less"):
-        planned(replace(TINY, pins={**pins, "sharding_threshold_kb": "9999"}))
+        planned(replace(TINY, pins=Pins.read({**pins, "sharding_threshold_kb": "9999"})))
 
 
 @pytest.mark.parametrize(("sharded", "name"), [(1, "none"), (3, "zero1")])
@@ -283,8 +283,8 @@ def test_a_tight_memory_is_kept_by_every_candidate(tmp_path: Path, needs: int) -
 
 
 def test_less_memory_never_makes_the_best_plan_faster(tmp_path: Path, tiny: SearchResult, needs: int) -> None:
-    result = planned(replace(TINY, hardware=small_profile(tmp_path, int(0.6 * needs)), pins={"dp": "4"}))
-    free = planned(replace(TINY, pins={"dp": "4"}))
+    result = planned(replace(TINY, hardware=small_profile(tmp_path, int(0.6 * needs)), pins=Pins(dp=4)))
+    free = planned(replace(TINY, pins=Pins(dp=4)))
     assert min(c.plan.certificate.objective_s for c in free.candidates) <= min(
         c.plan.certificate.objective_s for c in result.candidates
     )
@@ -321,7 +321,9 @@ def test_where_the_closed_form_misses_the_memory_it_is_searched_with_less(
     room_bytes = Storage.room_bytes
     monkeypatch.setattr(Storage, "room_bytes", lambda self, c: 4 * room_bytes(self, c))
     monkeypatch.setattr(planning, "RESCORED", 1)
-    result = planned(replace(TINY, hardware=small_profile(tmp_path, 8_000_000), pins=pins, sensitivity=False, top=1))
+    result = planned(
+        replace(TINY, hardware=small_profile(tmp_path, 8_000_000), pins=Pins.read(pins), sensitivity=False, top=1)
+    )
     (best,) = result.candidates
     assert best.prediction.peak_memory_bytes <= 8_000_000
     assert "searched again as if it had" in result.messages[-1]
@@ -346,7 +348,7 @@ def refused(plan: Plan, *texts: str) -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return planned(replace(TINY, pins={"dp": "4", "optimizer_sharding": "zero1"}, top=1)).candidates[0].plan
+    return planned(replace(TINY, pins=Pins(dp=4, optimizer_sharding="zero1"), top=1)).candidates[0].plan
 
 
 def test_a_plan_of_another_network_is_refused(plan: Plan) -> None:
@@ -412,7 +414,7 @@ def test_strategies_of_neighbours_that_nothing_can_join_are_refused(plan: Plan) 
 
 def test_pinned_optimizer_sharding_holds_for_every_plan() -> None:
     request = PlanRequest(
-        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, pins={"optimizer_sharding": "zero2"}, top=5
+        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, pins=Pins(optimizer_sharding="zero2"), top=5
     )
     found = plan_network(request).candidates
     assert found
@@ -442,7 +444,7 @@ def test_a_plan_solved_again_keeps_the_bound_of_the_whole_limit(monkeypatch: pyt
     monkeypatch.setattr(one_stage, "_RETRIES", 2)
     monkeypatch.setattr(one_stage, "predict_plan", predicted)
     monkeypatch.setattr(one_stage, "_again", again)
-    request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, pins={"dp": "2"})
+    request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, pins=Pins(dp=2))
     found = plan_network(request).candidates[0].plan.certificate
     assert found.lower_bound_s == pytest.approx(bounds[0], rel=1e-9)
     assert found.status is Status.BOUNDED
@@ -453,14 +455,19 @@ def test_nothing_is_called_optimal_whose_pins_the_closed_form_leaves_out(pin: st
     """A plan of twice the speed was found by pinning more, while the certificate said that there is none."""
     name, value = pin.split("=")
     request = PlanRequest(
-        network="zoo:mlp", hardware="dgx-a100", devices=2, global_batch=64, pins={name: value}, sensitivity=False
+        network="zoo:mlp",
+        hardware="dgx-a100",
+        devices=2,
+        global_batch=64,
+        pins=Pins.read({name: value}),
+        sensitivity=False,
     )
     result = plan_network(request)
     certificate, best = result.candidates[0].plan.certificate, result.candidates[0].prediction.step_time_s
     assert result.status is certificate.status is Status.BOUNDED
     assert certificate.lower_bound_s < certificate.objective_s <= best * (1 + 1e-9)
     assert any(f"does not count what {pin}" in message for message in result.messages)
-    assert plan_network(replace(request, pins={})).status is Status.OPTIMAL
+    assert plan_network(replace(request, pins=Pins())).status is Status.OPTIMAL
 
 
 def test_a_plan_of_operators_says_which_part_of_the_step_its_objective_leaves_out() -> None:
@@ -487,5 +494,5 @@ def test_a_plan_of_operators_says_which_part_of_the_step_its_objective_leaves_ou
 def test_a_pipeline_is_found_behind_a_plan_that_is_delayed() -> None:
     # The least closed form is that of one stage, whose messages delay one another by 43 % in the simulation.
     request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=1024, global_batch=4096, sensitivity=False)
-    free, staged = (plan_network(replace(request, pins=pins)) for pins in ({}, {"pp": "2"}))
+    free, staged = (plan_network(replace(request, pins=Pins.read(pins))) for pins in ({}, {"pp": "2"}))
     assert free.candidates[0].prediction.step_time_s <= staged.candidates[0].prediction.step_time_s * (1 + 1e-9)

@@ -13,11 +13,12 @@ from planner.planning.one_stage import Candidate
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import Prediction, predict_plan
 from planner.planning.setting import setting_of
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 from planner.search.configurations.buckets import MIB
 from simulator.hardware import Hardware
 
-REQUEST = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, pins={"dp": "2", "pp": "1"})
+REQUEST = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, pins=Pins(dp=2, pp=1))
 
 
 @cache

@@ -12,6 +12,7 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.networks import load_network
 from planner.planning.planning import plan_network
 from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan, expanded_rules
 from planner.plans.request import PlanRequest
 from planner.search.problem.states import SHARING
@@ -30,7 +31,7 @@ def planned(name: str, **pins: str) -> tuple[Plan, OperatorGraph]:
     network = load_network(place(name))
     graph = network.capture()
     asked = PlanRequest(
-        network=network, hardware=HARDWARE, devices=4, global_batch=16, precision="fp32", pins=pins, top=1,
+        network=network, hardware=HARDWARE, devices=4, global_batch=16, precision="fp32", pins=Pins.read(pins), top=1,
         sensitivity=False,
     )  # fmt: skip
     return plan_network(asked, graph=graph).candidates[0].plan, graph

@@ -9,6 +9,7 @@ import pytest
 from planner.planning.loading import lower_to_run, strategy_graph
 from planner.planning.planning import SearchResult, plan_network
 from planner.plans.file import read_plan, write_plan
+from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
 from simulator.errors import StrategyError
 
@@ -21,7 +22,7 @@ def planned(devices: int, **pins: str) -> SearchResult:
     return plan_network(
         PlanRequest(
             network=NETWORK, hardware="dgx-a100", devices=devices, global_batch=2 * devices, top=1, sensitivity=False,
-            pins={**fixed, "micro_batch": "2", "sharding_threshold_kb": "0", **pins},
+            pins=Pins.read({**fixed, "micro_batch": "2", "sharding_threshold_kb": "0", **pins}),
         )
     )  # fmt: skip
 

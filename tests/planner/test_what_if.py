@@ -131,7 +131,7 @@ def test_settings_are_options_pins_and_numbers_of_the_profile(requests: list[Pla
     settings = (("seq_len", ("64",)), ("tp", ("2",)), ("precision", ("fp32",)), ("device.bandwidth", ("1TB/s",)))
     what_if(replace(OPTIONS, network="zoo:gpt2", hardware=("dgx-a100",), device_counts=(16,), settings=settings))
     request = requests[0]
-    assert (request.sequence_length, request.pins["tp"], request.precision) == (64, "2", "fp32")
+    assert (request.sequence_length, request.pins.tp, request.precision) == (64, 2, "fp32")
     assert load_profile(request.hardware).memory_bandwidth == 1e12
 
 

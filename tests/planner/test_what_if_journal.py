@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from planner.graph.operator_graph import OperatorGraph
 from planner.planning import planning
 from planner.planning.planning import Candidate, PlanRequest, SearchResult, capture_for, plan_network
+from planner.plans.pins import Pins
 from planner.what_if import WhatIfOptions, prepare, run
 from planner.what_if.journal import discard, journal_of, point_key, read, writer
 from planner.what_if.rows import WhatIfRow, row_of
@@ -195,7 +196,7 @@ OTHER = {
     "optimizer": "sgd",
     "search_mode": "recursive_programming",
     "parallel_mode": "data_parallel",
-    "pins": {"tp": "2"},
+    "pins": Pins(tp=2),
     "top": 2,
 }
 

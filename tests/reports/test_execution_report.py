@@ -100,7 +100,7 @@ def test_cases_cover_what_is_promised():
     assert len({key_of(case) for case in cases}) == len(cases) >= 12
     assert {case.by_hand for case in cases} == {None, "DDP", "FSDP2", "tensor parallel"}
     for case in cases:
-        degrees = [int(case.pins.get(name, 1)) for name in ("dp", "tp", "pp")]
+        degrees = [case.pins.degree(name) for name in ("dp", "tp", "pp")]
         assert degrees[0] * degrees[1] * degrees[2] == case.processes
 
 

@@ -65,7 +65,7 @@ def test_a_link_shows_the_plans(port: int) -> None:
         (State(hw="/etc/passwd:network=1Gb"), "not served"),
         (State(hw="rank_table.json"), "not served"),
         (State(devices="-1"), "whole number"),
-        (State(pins="nonsense=1"), "keys are dp"),
+        (State(pins="nonsense=1"), "choose one of dp"),
         (State(network="zoo:mlp", hw="dgx-a100", devices="9"), "9 devices do not fit"),
         (State(pins="<script>alert(1)</script>"), "&lt;script&gt;"),
     ],

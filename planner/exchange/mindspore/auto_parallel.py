@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from planner.exchange.mindspore.context import AutoParallelContext, current_context
 from planner.exchange.mindspore.entry import Planned, plan_under
 from planner.exchange.mindspore.pipeline import Pipeline
+from planner.exchange.mindspore.requests import check_agree
 from planner.networks.given import source_of
 from planner.networks.marks import Marks
+from planner.plans.pins import Pins
 from simulator.checks import boolean, choice, integer
 from simulator.errors import ContextError, UnsupportedError
 
@@ -66,7 +68,7 @@ class AutoParallel:
     >>> parallel = AutoParallel("zoo:mlp", parallel_mode="recursive_programming", device_num=8)
     >>> parallel.hsdp()
     >>> parallel.pipeline(stages=2, scheduler="1f1b")
-    >>> parallel.context.get("pipeline_stages"), parallel.pins()["schedule"]
+    >>> parallel.context.get("pipeline_stages"), parallel.pins().schedule
     (2, '1f1b')
     """
 
@@ -252,16 +254,12 @@ class AutoParallel:
         """Marks that are given beside those of the network's own code."""
         return Marks() if self.pipelined is None else self.pipelined.marks()
 
-    def pins(self) -> dict[str, str]:
+    def pins(self) -> Pins:
         """Pins that no key of the context stands for."""
-        found: dict[str, str] = {}
-        if self._scheduler is not None:
-            found["schedule"] = self._scheduler
-        if self.pipelined is not None:
-            found["micro_batches"] = str(self.pipelined.micro_size)
-        return found
+        micro_batches = None if self.pipelined is None else self.pipelined.micro_size
+        return Pins(schedule=self._scheduler, micro_batches=micro_batches)
 
-    def plan(self, hardware: str, *, pins: Mapping[str, str] | None = None, **options: Any) -> Planned:
+    def plan(self, hardware: str, *, pins: Mapping[str, object] | None = None, **options: Any) -> Planned:
         """Plan the network on a cluster; parameters and errors as `planner.plan`."""
         from planner.plans.hints import load_hints
 
@@ -270,11 +268,9 @@ class AutoParallel:
             context.set(strategy_ckpt_load_file=self._files["load_param"])
         if "load_operator" in self._files:
             options["hints"] = (*options.get("hints", ()), *load_hints(self._files["load_operator"]))
-        own = self.pins()
-        for name, text in (pins or {}).items():
-            if own.get(name, text) != text:
-                raise ContextError(f"pin {name}={text} contradicts {name}={own[name]} of AutoParallel; leave it out")
-        found = plan_under(context, self.source, hardware, pins={**own, **(pins or {})}, marks=self.marks(), **options)
+        own, given = self.pins(), Pins.read(pins or {})
+        check_agree(given, own, "of AutoParallel; leave it out")
+        found = plan_under(context, self.source, hardware, pins=given.over(own), marks=self.marks(), **options)
         for use in ("save_param", "save_operator"):
             if use in self._files:
                 save_strategies(found, self.source, self._files[use], whole=use == "save_param")
@@ -286,7 +282,7 @@ def plan(
     hardware: str,
     context: AutoParallelContext | None = None,
     *,
-    pins: Mapping[str, str] | None = None,
+    pins: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Planned:
     """Find the fastest plan for a network on a cluster under a context.

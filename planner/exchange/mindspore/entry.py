@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from planner.networks.network import Network
     from planner.planning.planning import SearchResult
     from planner.planning.prediction import Prediction
+    from planner.plans.pins import Pins
     from planner.plans.plan import Plan
     from planner.plans.request import PlanRequest
 
@@ -39,7 +40,7 @@ def plan_under(
     network: str | Network | Callable[[], object],
     hardware: str,
     *,
-    pins: Mapping[str, str] | None = None,
+    pins: Mapping[str, object] | Pins | None = None,
     **options: Any,
 ) -> Planned:
     """Plan a network under a context; parameters and errors as `planner.plan`."""
@@ -137,7 +138,7 @@ def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:
     }
     if not found.shard_size and found.optimizer_sharding != "none":
         said["shard_size"] = said["dp"]
-    asked: dict[str, object] = dict(request.pins)
+    asked: dict[str, object] = dict(request.pins.named())
     for name in ("global_batch", "precision", "optimizer", "software", "attention", "norms"):
         if getattr(request, name):
             asked[name] = getattr(request, name)

@@ -29,7 +29,6 @@ from planner.exchange.mindspore.mindformers_keys import (
 from planner.exchange.mindspore.requests import pins_of, searched_mode
 from planner.networks.mindformers_config import transformers_config
 from planner.plans.exchange import Exchange
-from planner.plans.request import COPIES
 from simulator.checks import Check, boolean, choice, integer, unknown
 from simulator.errors import ContextError, UnsupportedError
 
@@ -439,10 +438,9 @@ def _copies(document: Mapping[Any, Any]) -> dict[str, str]:
     whole: Check = integer(1)
     if key not in document or whole(key, document[key]) == 1:
         return {}
-    if str(document[key]) not in COPIES:
+    if document[key] > 2:
         raise UnsupportedError(
-            f"{key}={document[key]} is not supported yet: micro-batches are run whole or in {COPIES[-1]} copies; use "
-            f"{' or '.join(COPIES)}"
+            f"{key}={document[key]} is not supported yet: micro-batches are run whole or in 2 copies; use 1 or 2"
         )
     return {"copies": str(document[key])}
 

@@ -14,6 +14,7 @@ from simulator.program import Phase
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
     from planner.networks.marks import Marks
+    from planner.plans.pins import Pins
 
 DEGREES: Mapping[str, str] = {
     "dp": "data_parallel",
@@ -33,7 +34,7 @@ class Sizes:
     vocabulary: int = 0
 
 
-def vocabulary_marks(pins: Mapping[str, str], graph: OperatorGraph, *, cut: bool) -> tuple[Marks, str]:
+def vocabulary_marks(pins: Pins, graph: OperatorGraph, *, cut: bool) -> tuple[Marks, str]:
     """Marks with which the table of tokens is whole on every tensor-parallel rank, or cut along its vocabulary.
 
     Returns
@@ -50,7 +51,7 @@ def vocabulary_marks(pins: Mapping[str, str], graph: OperatorGraph, *, cut: bool
     from planner.networks.marks import Marks
 
     said = f"parallel_config.vocab_emb_dp={not cut}"
-    beyond = [f"{name}={pins[name]}" for name in ("cp", "ep") if pins.get(name, "1") != "1"]
+    beyond = [f"{name}={pins.degree(name)}" for name in ("cp", "ep") if pins.degree(name) > 1]
     if beyond:
         return Marks(), f"{said} is left to the search: strategies of operators are not kept with {', '.join(beyond)}"
     vocabulary = sizes_of(graph).vocabulary
@@ -60,10 +61,10 @@ def vocabulary_marks(pins: Mapping[str, str], graph: OperatorGraph, *, cut: bool
         return Marks(), ""
     if table is None:
         raise ContextError(f"{said}: {graph.network} has no table of tokens; leave it out")
-    if not {"dp", "tp"} <= pins.keys():
+    if pins.dp is None or pins.tp is None:
         raise ContextError(f"{said} needs data_parallel and model_parallel: they say how the table is cut; add them")
     rest = (1,) * (len(graph.spec(table.tensor_inputs[1]).shape) - 1)
-    inputs = ((int(pins["dp"]), *rest), (int(pins["tp"]) if cut else 1, 1))
+    inputs = ((pins.dp, *rest), (pins.tp if cut else 1, 1))
     return Marks(cuts={table.module: OperatorCuts(inputs=inputs)}), ""
 
 
@@ -82,7 +83,7 @@ def sizes_of(graph: OperatorGraph) -> Sizes:
     )
 
 
-def used_devices(pins: Mapping[str, str], devices: int | None) -> tuple[int, str]:
+def used_devices(pins: Pins, devices: int | None) -> tuple[int, str]:
     """Devices that configured degrees take, and what to say of those that stay idle.
 
     Raises
@@ -90,7 +91,7 @@ def used_devices(pins: Mapping[str, str], devices: int | None) -> tuple[int, str
     ContextError
         The degrees take more than there are.
     """
-    found = {name: int(pins.get(name, "1")) for name in DEGREES}
+    found = {name: pins.degree(name) for name in DEGREES}
     shown = {DEGREES[name]: degree for name, degree in found.items() if degree > 1 or name != "cp"}
     product, said = prod(found.values()), " × ".join(f"{name} {degree}" for name, degree in shown.items())
     if devices is None or product == devices:
@@ -103,17 +104,17 @@ def used_devices(pins: Mapping[str, str], devices: int | None) -> tuple[int, str
     return product, f"{said} = {product} of {devices} devices: {devices - product} stay idle"
 
 
-def check_micro_batches(pins: Mapping[str, str]) -> None:
+def check_micro_batches(pins: Pins) -> None:
     """Raise ContextError where a pipeline has fewer micro-batches than stages."""
-    stages, count = int(pins.get("pp", "1")), pins.get("micro_batches")
-    if count is not None and int(count) < stages:
+    stages, count = pins.pp or 1, pins.micro_batches
+    if count is not None and count < stages:
         raise ContextError(
             f"micro_batch_num={count} is less than pipeline_stage={stages}: some stages would never work; use "
             f"micro_batch_num={stages} or more"
         )
 
 
-def check_sizes(pins: Mapping[str, str], sizes: Sizes, *, vocabulary_cut: bool | None = None) -> tuple[str, ...]:
+def check_sizes(pins: Pins, sizes: Sizes, *, vocabulary_cut: bool | None = None) -> tuple[str, ...]:
     """Hold degrees against a network; what is possible but slow is returned as notes.
 
     Raises
@@ -122,7 +123,7 @@ def check_sizes(pins: Mapping[str, str], sizes: Sizes, *, vocabulary_cut: bool |
         Model parallelism does not divide the width or the heads (or the vocabulary, where it is to be cut), or there
         are more stages than layers.
     """
-    tensor, stages = int(pins.get("tp", "1")), int(pins.get("pp", "1"))
+    tensor, stages = pins.tp or 1, pins.pp or 1
     cut = {"hidden_size": sizes.hidden, "num_heads": sizes.heads}
     if vocabulary_cut:
         cut["vocab_size"] = sizes.vocabulary

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from planner.exchange.mindspore.context import AutoParallelContext
 from planner.exchange.mindspore.exchange import exchange_of, exchange_pins
 from planner.exchange.mindspore.keys import KEYS
+from planner.plans.pins import Pins
 from planner.plans.request import BY_SAMPLES, PlanRequest
 from simulator.checks import unknown
 from simulator.errors import ContextError
@@ -37,7 +38,7 @@ def request_of(
     network: str | Network,
     hardware: str,
     *,
-    pins: Mapping[str, str] | None = None,
+    pins: Mapping[str, object] | Pins | None = None,
     **options: Any,
 ) -> PlanRequest:
     """Translate a context for one network on one cluster.
@@ -63,22 +64,26 @@ def request_of(
             raise ContextError(f"a plan has {unknown(name, ('pins', *NAMES)).replace('key', 'option', 1)}")
     check_mode_is_said(context)
     exchange = replace(exchange_of(context), layerwise=_layerwise(context, options.pop("layerwise_parallel", ())))
-    own = pins_of(context)
-    for name, text in (pins or {}).items():
-        if own.get(name, text) != text:
-            raise ContextError(
-                f"pin {name}={text} contradicts {name}={own[name]} of the context; leave one of them out"
-            )
+    own, given = Pins.read(pins_of(context)), pins if isinstance(pins, Pins) else Pins.read(pins or {})
+    check_agree(given, own, "of the context; leave one of them out")
     return PlanRequest(
         network=network,
         hardware=hardware,
         devices=context.get("device_num"),
         parallel_mode=searched_mode(context),
         search_mode=context.get("search_mode"),
-        pins={**own, **(pins or {})},
+        pins=given.over(own),
         exchange=exchange,
         **options,
     )
+
+
+def check_agree(given: Pins, own: Pins, where: str) -> None:
+    """Raise ContextError where pins that are given have other values than those that stand `where`."""
+    has = own.named()
+    for name, text in given.named().items():
+        if has.get(name, text) != text:
+            raise ContextError(f"pin {name}={text} contradicts {name}={has[name]} {where}")
 
 
 def _layerwise(context: AutoParallelContext, names: Any) -> tuple[str, ...]:

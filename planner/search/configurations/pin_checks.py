@@ -8,7 +8,7 @@ from math import gcd, prod
 from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph
-from planner.plans.request import DEGREES, FLAGS, WORDS, Pins
+from planner.plans.pins import COUNT, PIN_VALUES, Pins
 from planner.search.configurations.schedule_shapes import ONE_STAGE, PINNED, SEARCHED
 from planner.search.configurations.space import (
     MOST_CHUNKS,
@@ -347,13 +347,14 @@ def _remedy(extent: Extent, name: str) -> str | None:
 
 def _others(extent: Extent, name: str, value: object) -> Iterator[object]:
     """Other values of a pin, the nearest first."""
-    if name in WORDS:
-        yield from (word for word in WORDS[name] if word != value)
-    elif name in FLAGS:
+    values = PIN_VALUES[name]
+    if isinstance(values, tuple):
+        yield from (word for word in values if word != value)
+    elif values is bool:
         yield not value
     elif name == "copies" and value != 1:
         yield 1
-    elif name in DEGREES and isinstance(value, int):
+    elif values is COUNT and isinstance(value, int):
         most = extent.global_batch if name in _MICRO else extent.devices
         found = range(1, MOST_CHUNKS + 1) if name == "vpp" else divisors(most)
         yield from sorted((d for d in found if d != value), key=lambda d: (abs(d - value), d))

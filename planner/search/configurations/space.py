@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations, product
 
-from planner.plans.request import AXES_BY_PIN, Pins
+from planner.plans.pins import AXES_BY_PIN, Pins
 from planner.search.configurations.buckets import MIB, DataAxis, bucket_bytes
 from planner.search.configurations.schedule_shapes import ONE_STAGE, SEARCHED, fits_schedule
 from planner.search.configurations.step_model import AXES, Configuration

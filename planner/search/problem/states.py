@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from planner.cost.work import Optimizer
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef, TensorSpec
-from planner.plans.request import ParameterStorage
+from planner.plans.pins import ParameterStorage
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.variables import Choice, Decisions, Kind, Variable, unnamed
 from planner.sharding.placement import REPLICATE

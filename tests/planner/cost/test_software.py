@@ -47,6 +47,7 @@ from planner.planning.prediction import predict_plan
 from planner.planning.shared_tables import SharedTables
 from planner.plans.exchange import Exchange
 from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.pins import Pins
 from planner.plans.plan import stored_parameters
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
@@ -73,7 +74,7 @@ REFUSED = {"expert_messages": "expert_messages=tokens", "expert_overlap": "exper
 def planned(software: str = "", attention: str = "", **pins: str) -> SearchResult:
     request = PlanRequest(
         network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False,
-        pins=pins, software=software, attention=attention,
+        pins=Pins.read(pins), software=software, attention=attention,
     )  # fmt: skip
     shared = None if attention or software else SharedTables(captured("gpt2-tiny"))
     return plan_network(request, shared=shared)
@@ -94,7 +95,7 @@ def routes() -> OperatorGraph:
 def routed(**pins: str) -> Candidate:
     """A plan of a network with four experts, two of which a token goes to, on four ranks of an expert axis."""
     given = {"tp": "1", "dp": "4", "ep": "4", "pp": "1", "micro_batch": "2", "optimizer_sharding": "none"}
-    return plan_network(replace(ROUTED, pins=given | pins), shared=SharedTables(routes())).candidates[0]
+    return plan_network(replace(ROUTED, pins=Pins.read(given | pins)), shared=SharedTables(routes())).candidates[0]
 
 
 def test_without_a_name_nothing_changes() -> None:
@@ -166,8 +167,8 @@ def test_fused_norms_are_planned_and_take_less_time(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
     for norms in ("unfused", "fused"):
         request = PlanRequest(
-            network=network, hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False, pins=PINNED,
-            norms=norms,
+            network=network, hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False,
+            pins=Pins.read(PINNED), norms=norms,
         )  # fmt: skip
         found = plan_network(request).candidates[0]
         assert plan_from_text(plan_to_text(found.plan)).plan.norms == norms
@@ -316,7 +317,7 @@ def test_a_request_that_names_no_software_is_for_the_usual_one() -> None:
     request = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-h100", devices=8)
     assert with_usual_software(request).software == "megatron_core"
     sharded = {"tp": "1", "pp": "1", "optimizer_sharding": "zero3"}
-    assert with_usual_software(replace(request, pins=sharded)).software == "torchtitan"
+    assert with_usual_software(replace(request, pins=Pins.read(sharded))).software == "torchtitan"
     assert with_usual_software(replace(request, software="usual")).software == ""
     assert with_usual_software(replace(request, software="nemo")).software == "nemo"
     assert "Megatron-Core with Transformer Engine (megatron_core)" in software_note("megatron_core")

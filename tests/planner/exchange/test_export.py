@@ -21,6 +21,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.planning.comparing import request_of
 from planner.planning.planning import plan_network
 from planner.plans.file import read_plan, write_plan
+from planner.plans.pins import read_pins
 from planner.plans.plan import Plan
 from planner.plans.request import PlanRequest
 from simulator.errors import InputError
@@ -32,7 +33,7 @@ def planned(pins: Sequence[str], *, network: str = "zoo:gpt2", devices: int = 16
     """The best plan with these pins."""
     request = PlanRequest(
         network=network, hardware="dgx-a100", devices=devices, global_batch=batch, top=1, sensitivity=False,
-        pins=dict(pin.split("=") for pin in pins),
+        pins=read_pins(pins),
     )  # fmt: skip
     return plan_network(request).candidates[0].plan
 

@@ -18,6 +18,7 @@ from planner.exchange.pytorch import export_module
 from planner.networks import load_network
 from planner.planning.planning import plan_network
 from planner.plans.file import write_plan
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 from planner.plans.request import PlanRequest
 from simulator.errors import InputError
@@ -34,7 +35,7 @@ def planned(network: str, *pins: str) -> Plan:
     """The best plan with these pins on four devices."""
     request = PlanRequest(
         network=network, hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False, precision="fp32",
-        pins={"sharding_threshold_kb": "0", "order": "pp-dp-tp", **dict(pin.split("=") for pin in pins)},
+        pins=Pins.read({"sharding_threshold_kb": "0", "order": "pp-dp-tp", **dict(pin.split("=") for pin in pins)}),
     )  # fmt: skip
     return plan_network(request).candidates[0].plan
 

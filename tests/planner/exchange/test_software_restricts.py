@@ -10,6 +10,7 @@ from planner.lowering.checked import captured
 from planner.planning.planning import plan_network
 from planner.planning.uniform_modes import mode_of
 from planner.plans.capability import capabilities, capability_of
+from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
 
 REQUEST = PlanRequest(
@@ -24,7 +25,7 @@ OFTEN, SELDOM = ("megatron_core", "deepspeed"), ("torchtitan", "fsdp")
 def test_plans_are_of_what_the_software_can_run(software: str) -> None:
     table = capability_of(software)
     assert table is not None
-    request = replace(REQUEST, software=software, pins={"pp": "4"} if table.pipeline else {})
+    request = replace(REQUEST, software=software, pins=Pins.read({"pp": "4"} if table.pipeline else {}))
     result = plan_network(request)
     assert result.candidates
     for candidate in result.candidates:
@@ -42,7 +43,7 @@ def test_plans_are_of_what_the_software_can_run(software: str) -> None:
 
 def test_pins_come_before_what_the_software_can_run() -> None:
     pins = {"pp": "4", "schedule": "zb_h1"}
-    result = plan_network(replace(REQUEST, software="megatron_core", pins=pins, top=1))
+    result = plan_network(replace(REQUEST, software="megatron_core", pins=Pins.read(pins), top=1))
     assert result.candidates[0].plan.schedule == "zb_h1"
 
 

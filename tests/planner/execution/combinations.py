@@ -21,8 +21,9 @@ from planner.networks import Network, load_network
 from planner.planning.planning import plan_network
 from planner.planning.setting import setting_of
 from planner.planning.shared_tables import SharedTables
+from planner.plans.pins import PIN_NAMES, PIN_VALUES, Pins
 from planner.plans.plan import Plan, RecomputeRange
-from planner.plans.request import COPIES, FLAGS, PIN_NAMES, SEARCH_MODES, WORDS, PlanRequest
+from planner.plans.request import SEARCH_MODES, PlanRequest
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.schedule_shapes import ONE_STAGE, PINNED, SEARCHED
 from simulator.errors import InfeasibleError, InputError, UnsupportedError
@@ -49,6 +50,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "shard_size": ("", "2"),
     "bucket_mb": ("", "1"),
     "sharding_threshold_kb": ("", "1"),
+    "copies": ("1", "2"),
     "order": ("", "dp-tp-pp"),
 }
 """Of pins that are no words: values that change what is run. Chunks a rank follow from the schedule."""
@@ -88,14 +90,15 @@ def factors() -> dict[str, tuple[str, ...]]:
     for name in PIN_NAMES:
         if name in LEAVES_OUT:
             continue
-        if name in WORDS:
-            found[name] = tuple(word for word in WORDS[name] if word not in SIMULATED.get(name, ()))
+        values = PIN_VALUES[name]
+        if isinstance(values, tuple):
+            found[name] = tuple(word for word in values if word not in SIMULATED.get(name, ()))
         elif name in SIMULATED or name in BY_LAYER:
             continue
-        elif name in FLAGS:
+        elif values is bool:
             found[name] = ("false", "true")
         else:
-            found[name] = COPIES if name == "copies" else TAKEN[name]
+            found[name] = TAKEN[name]
     found["schedule"] = (ONE_STAGE, *SEARCHED, *PINNED)
     found["recompute"] += (MIXED,)
     for name in ("offload_to", "recompute_messages", "offload_parameters"):
@@ -124,7 +127,7 @@ def request(chosen: Combination) -> PlanRequest:
         search_mode=chosen.get("search_mode", SEARCH_MODES[0]),
         attention=chosen.get("attention", ""),
         norms=chosen.get("norms", ""),
-        pins=pins,
+        pins=Pins.read(pins),
         top=1,
         sensitivity=False,
     )

@@ -11,6 +11,7 @@ from planner.execution.options import ExecuteOptions
 from planner.execution.run import ExecutionReport, execute_plan
 from planner.planning.loading import lower_to_run
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 
 HARDWARE = "dgx-a100"
@@ -24,7 +25,7 @@ def _planned(network: str, devices: int, batch: int, precision: str, pins: tuple
         devices=devices,
         global_batch=batch,
         precision=precision,
-        pins=dict(pins),
+        pins=Pins.read(dict(pins)),
         top=1,
     )
     return plan_network(request).candidates[0].plan

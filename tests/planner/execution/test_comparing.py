@@ -22,6 +22,7 @@ from planner.lowering.pipeline import lower_pipeline
 from planner.planning.loading import lower_to_run
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import simulate_plan
+from planner.plans.pins import Pins
 from simulator.hardware import Caches
 from simulator.profiles import load_profile
 
@@ -36,7 +37,7 @@ def make_plan(devices, **pins):
         devices=devices,
         global_batch=16,
         precision="fp32",
-        pins={name: str(value) for name, value in pins.items()},
+        pins=Pins.read(pins),
         top=1,
     )
     return plan_network(request).candidates[0].plan
@@ -208,7 +209,7 @@ def test_messages_among_stages_that_share_a_parameter_are_predicted():
         global_batch=4,
         precision="fp32",
         sequence_length=16,
-        pins={"pp": "2", "dp": "1", "tp": "1", "micro_batch": "2", "optimizer_sharding": "none"},
+        pins=Pins(pp=2, dp=1, tp=1, micro_batch=2, optimizer_sharding="none"),
         top=1,
     )
     plan = plan_network(request).candidates[0].plan

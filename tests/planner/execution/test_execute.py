@@ -12,6 +12,7 @@ from planner.execution.options import ExecuteOptions
 from planner.execution.run import execute, execute_plan
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import write_plan
+from planner.plans.pins import Pins
 from simulator.errors import ExecutionError, InfeasibleError, InputError, StrategyError
 
 HARDWARE = "dgx-a100"
@@ -24,7 +25,7 @@ def make_plan(network, devices, *, batch, **pins):
         devices=devices,
         global_batch=batch,
         precision="fp32",
-        pins={name: str(value) for name, value in pins.items()},
+        pins=Pins.read(pins),
         top=1,
     )
     return plan_network(request).candidates[0].plan

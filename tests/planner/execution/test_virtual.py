@@ -18,6 +18,7 @@ from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.loading import lower_to_run
 from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.pins import Pins
 from simulator.errors import InfeasibleError, InputError
 from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.profiles import load_profile
@@ -33,7 +34,7 @@ def make_plan(devices, batch=16, network="zoo:mlp", **pins):
         hardware=HARDWARE,
         devices=devices,
         global_batch=batch,
-        pins={name: str(value) for name, value in pins.items()},
+        pins=Pins.read(pins),
         top=1,
     )
     return plan_network(request).candidates[0].plan

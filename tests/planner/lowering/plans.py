@@ -12,8 +12,8 @@ from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
 from planner.plans.hints import Hint, hint
+from planner.plans.pins import ParameterStorage
 from planner.plans.plan import Certificate, Chunk, NodeRules, Plan, RecomputeRange, Status
-from planner.plans.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.hints import constrained
 from planner.search.problem.problem import Problem

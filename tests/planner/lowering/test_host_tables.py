@@ -31,6 +31,7 @@ from planner.networks import load_network
 from planner.planning.planning import PlanRequest, SearchResult, plan_network
 from planner.planning.prediction import predict_plan, simulate_plan
 from planner.plans.file import plan_from_text, plan_to_text
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 from simulator import engine
 from simulator.corrections import kernel_factor
@@ -68,7 +69,7 @@ def planned_with(network: str, number: int) -> Plan:
         hardware=HARDWARE,
         devices=2,
         global_batch=8,
-        pins={"host_embeddings": "true"} | {name: str(value) for name, value in PINS[number].items()},
+        pins=Pins.read({"host_embeddings": "true"} | {name: str(value) for name, value in PINS[number].items()}),
         top=1,
         sensitivity=False,
     )
@@ -137,7 +138,7 @@ def test_stages_work_where_their_values_are(network: str) -> None:
         hardware=HARDWARE,
         devices=4,
         global_batch=8,
-        pins={**pins, "host_embeddings": "true"},
+        pins=Pins.read({**pins, "host_embeddings": "true"}),
         top=1,
         sensitivity=False,
     )
@@ -271,7 +272,7 @@ def test_sums_of_tables_and_of_other_parameters_travel_apart() -> None:
 
 def planned(network: str, hardware: str = HARDWARE, devices: int = 1, **pins: str) -> SearchResult:
     optimizer = pins.pop("optimizer", None)
-    request = PlanRequest(network=network, hardware=hardware, devices=devices, global_batch=64, pins=pins)
+    request = PlanRequest(network=network, hardware=hardware, devices=devices, global_batch=64, pins=Pins.read(pins))
     return plan_network(replace(request, optimizer=optimizer, sensitivity=False, top=1), graph=captured(network))
 
 
@@ -296,7 +297,7 @@ def test_what_the_pin_costs_is_simulated() -> None:
         hardware=HARDWARE,
         devices=2,
         global_batch=64,
-        pins=dict(zip(names, values, strict=True)),
+        pins=Pins.read(dict(zip(names, values, strict=True))),
     )
     found = plan_network(request)
     costs = {name: seconds for name, seconds, _ in found.pin_costs}
@@ -322,7 +323,7 @@ def test_tables_larger_than_a_device_are_planned_on_the_host(tmp_path: Path) -> 
 
 def test_what_is_off_the_devices_costs_what_is_simulated() -> None:
     pins = {"dp": "2", "optimizer_sharding": "none", "offload_to": "disk", "offload_parameters": "true"}
-    request = PlanRequest(network="zoo:mlp", hardware=HARDWARE, devices=2, global_batch=64, pins=pins, top=1)
+    request = PlanRequest(network="zoo:mlp", hardware=HARDWARE, devices=2, global_batch=64, pins=Pins.read(pins), top=1)
     found = plan_network(request, graph=captured("zoo:mlp"))
     best, costs = found.candidates[0], {pin: seconds for pin, seconds, _ in found.pin_costs}
     assert (best.plan.offload_optimizer, best.plan.offload_to, best.plan.offload_parameters) == (True, "disk", True)

@@ -19,6 +19,7 @@ from planner.lowering.stages import lower_stages
 from planner.networks.marks import Swap
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
+from planner.plans.pins import Pins
 from planner.plans.plan import OffloadRange, Plan
 from simulator.errors import StrategyError
 from simulator.profiles import load_profile
@@ -147,9 +148,15 @@ def test_ranges_name_units() -> None:
 def test_what_does_not_fit_does_with_activations_on_the_host() -> None:
     pins = {"recompute": "none", "micro_batches": "1", "offload_optimizer": "false"}
     request = PlanRequest(
-        network="zoo:gpt2", hardware="dgx-a100", devices=1, global_batch=160, pins=pins, top=1, sensitivity=False
+        network="zoo:gpt2",
+        hardware="dgx-a100",
+        devices=1,
+        global_batch=160,
+        pins=Pins.read(pins),
+        top=1,
+        sensitivity=False,
     )
     assert not plan_network(request).candidates
-    found = plan_network(replace(request, pins={**pins, "offload_activations": "true"})).candidates[0]
+    found = plan_network(replace(request, pins=Pins.read({**pins, "offload_activations": "true"}))).candidates[0]
     assert found.plan.offload_ranges == (OffloadRange(first="blocks.0", last="blocks.11", swap=Swap()),)
     assert found.prediction.peak_memory_bytes < HARDWARE.device_memory_bytes

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from planner.networks.python_factory import network_of
 from planner.planning.planning import plan_network
+from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
 
 
@@ -28,7 +29,7 @@ class WithUnread(nn.Module):
 def test_a_network_with_parameters_that_nothing_reads_is_planned(pins: dict[str, str]) -> None:
     network = network_of(WithUnread(), torch.zeros(2, 16))
     found = plan_network(
-        PlanRequest(network=network, hardware="dgx-a100", devices=4, global_batch=16, top=1, pins=pins)
+        PlanRequest(network=network, hardware="dgx-a100", devices=4, global_batch=16, top=1, pins=Pins.read(pins))
     )
     assert len(found.candidates) == 1
     assert found.candidates[0].prediction.step_time_s > 0

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from planner.cli.app import app
 from planner.cost.training_run import RunPrediction, TransformerShape
 from planner.planning.planning import plan_network
-from planner.plans.request import PlanRequest, read_pins
+from planner.plans.pins import Pins
+from planner.plans.request import PlanRequest, checked_pins
 from planner.published.aims import BY_LAYERS_ALONE
 from planner.published.commands import command_lines
 from planner.published.layered.prediction import BY_LAYERS
@@ -49,7 +50,7 @@ def test_a_run_is_predicted_by_the_plan_of_its_pins(tmp_path: Path) -> None:
     (predicted,) = predict_planned([row.run], cores=1)
     assert isinstance(predicted, RunPrediction)
     pinned = pinned_run(row.run)
-    assert dict(pinned.pins)["stage_layers"] == "3-3"
+    assert pinned.pins.stage_layers == (3, 3)
     (best,) = plan_network(Workplace(tmp_path).request(pinned)).candidates
     assert predicted.step_time_s == pytest.approx(best.prediction.step_time_s, rel=1e-9)
     assert predicted.peak_memory_bytes == best.prediction.peak_memory_bytes
@@ -115,7 +116,7 @@ def test_layers_alone_compute_again(tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path, stated)
     assert row.run is not None
     pinned = pinned_run(row.run)
-    assert dict(pinned.pins)["recompute_layers"] == "3"
+    assert pinned.pins.recompute_layers == 3
     (best,) = plan_network(Workplace(tmp_path).request(pinned)).candidates
     again = [part for part in best.plan.recompute_ranges if part.mode == "full"]
     assert again
@@ -141,9 +142,9 @@ def test_dualpipe_v_has_two_chunks_a_rank(tmp_path: Path) -> None:
     stated = {**PIPELINE, "n_accels": "4", "global_batch": "16", "micro_batch": "1", "other_flags": "DualPipeV"}
     (row,) = rows_of(tmp_path, stated)
     assert row.run is not None
-    pins = dict(pinned_run(row.run).pins)
-    assert (pins["schedule"], pins["vpp"], pins["pp"]) == ("dualpipe_v", "2", "2")
-    assert "stage_layers" not in pins
+    pins = pinned_run(row.run).pins
+    assert (pins.schedule, pins.vpp, pins.pp) == ("dualpipe_v", 2, 2)
+    assert pins.stage_layers is None
     (predicted,) = predict_planned([row.run], cores=1)
     assert isinstance(predicted, RunPrediction)
 
@@ -229,19 +230,19 @@ def test_networks_without_a_plan_are_predicted_by_their_layers(tmp_path: Path) -
 )
 def test_layers_of_stages_must_be_those_of_the_pipeline(pins: dict[str, str], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        read_pins(PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, pins=pins))
+        checked_pins(PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, pins=Pins.read(pins)))
 
 
 def test_stages_have_the_layers_that_are_pinned(tmp_path: Path) -> None:
     """The last chunk has the head, the first what lies before the layers."""
     request = PlanRequest(
         network="zoo:gpt2-tiny", hardware="dgx-a100", devices=2, sensitivity=False,
-        pins={"stage_layers": "1-3", "dp": "1", "tp": "1", "micro_batch": "4", "recompute_layers": "1"},
+        pins=Pins(stage_layers=(1, 3), dp=1, tp=1, micro_batch=4, recompute_layers=1),
     )  # fmt: skip
     (best, *_) = plan_network(request).candidates
     assert best.plan.devices == 2
     with pytest.raises(MeshwrightError, match="the network has"):
-        plan_network(PlanRequest(**{**request.__dict__, "pins": {**request.pins, "stage_layers": "40-30"}}))
+        plan_network(replace(request, pins=replace(request.pins, stage_layers=(40, 30))))
 
 
 def commanded(command: str, out: Path) -> tuple[float, int, set[int]]:

@@ -31,7 +31,7 @@ def test_states_are_shared_out_over_as_many_ranks_as_they_were(
     (row,) = read_measurements(
         write_measurements(tmp_path / "m.csv", {"n_accels": "8", "tp": "2", "pp": "1", **stated})
     )
-    pins = dict(read_run(row).pins)
+    pins = read_run(row).pins.named()
     assert pins["dp"] == "4"
     assert pins.get("shard_size") == shard_size
 
@@ -104,6 +104,6 @@ def test_gradients_travel_in_messages_of_the_software(stated: dict[str, str], bu
     (row,) = read_measurements(
         write_measurements(tmp_path / "m.csv", {"n_accels": "8", "tp": "2", "pp": "1", **stated})
     )
-    pins = dict(read_run(row).pins)
+    pins = read_run(row).pins.named()
     assert pins["bucket_mb"] == bucket
     assert pins["sharding_threshold_kb"] == "0"

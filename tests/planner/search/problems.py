@@ -10,7 +10,7 @@ from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
-from planner.plans.request import ParameterStorage
+from planner.plans.pins import ParameterStorage
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.variables import decisions

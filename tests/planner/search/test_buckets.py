@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.plans.request import Pins
+from planner.plans.pins import Pins
 from planner.search.configurations.buckets import BUCKETS, LARGEST_PENDING, MIB, USUAL, DataAxis, bucket_bytes
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration

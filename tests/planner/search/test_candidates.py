@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planner.cost.work import optimizer
-from planner.plans.request import Pins
+from planner.plans.pins import Pins
 from planner.search import candidates
 from planner.search.candidates import Found, Known, Misfit, Space, closed, explore
 from planner.search.dynamic_programming import fastest, once_s, solve

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planner.cost.software import as_run
 from planner.cost.work import optimizer
 from planner.planning.configured import undivided
-from planner.plans.request import Pins
+from planner.plans.pins import Pins
 from planner.search.configurations.bounds import (
     chained_bound,
     computed_ahead,

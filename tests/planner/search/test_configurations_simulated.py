@@ -22,8 +22,9 @@ from planner.planning.configured import Configured
 from planner.planning.documents import prediction_document
 from planner.planning.prediction import predict_plan, simulate_plan
 from planner.plans.exchange import Exchange
+from planner.plans.pins import Pins
 from planner.plans.plan import Certificate, Status
-from planner.plans.request import PRECISIONS, Pins
+from planner.plans.request import PRECISIONS
 from planner.search.configurations.bounds import even_bound
 from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.explored import Placed

@@ -10,6 +10,7 @@ import pytest
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
 from planner.planning.planning import plan_network
+from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
 from planner.search.problem.context_choices import context_choices
 from planner.search.problem.variables import Kind, decisions
@@ -63,7 +64,7 @@ def test_experts_are_planned_on_a_context_axis(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for spec, pins in ((f"hf:{tmp_path}", {}), ("py:tests.planner.execution.small:mixtral", {"ep": "2", "dp": "2"})):
         request = PlanRequest(
-            network=spec, hardware="dgx-h100", devices=4, global_batch=4, pins={"cp": "2", **pins}, top=1,
+            network=spec, hardware="dgx-h100", devices=4, global_batch=4, pins=Pins.read({"cp": "2", **pins}), top=1,
             sensitivity=False,
         )  # fmt: skip
         (best,) = plan_network(request).candidates
@@ -81,7 +82,7 @@ def test_a_window_is_cut_by_all_to_all_where_a_ring_cannot(tmp_path: Path) -> No
     def request(**pins: str) -> PlanRequest:
         return PlanRequest(
             network=f"hf:{tmp_path}", hardware="dgx-h100", devices=4, global_batch=4, sequence_length=1024,
-            pins={"cp": "2", **pins}, top=1, sensitivity=False,
+            pins=Pins.read({"cp": "2", **pins}), top=1, sensitivity=False,
         )  # fmt: skip
 
     (best,) = plan_network(request()).candidates

@@ -19,8 +19,8 @@ from planner.networks.decoder.mixtral import ZooMixtral
 from planner.networks.zoo.configs import MixtralConfig
 from planner.networks.zoo.table import language_inputs
 from planner.planning.configured import Configured, Scored
+from planner.plans.pins import Pins
 from planner.plans.plan import NodeRules, expanded_rules
-from planner.plans.request import Pins
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.problem import Problem, Setting

@@ -13,6 +13,7 @@ from planner.graph.scaling import at_batch
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import read_plan
 from planner.plans.hints import hint
+from planner.plans.pins import Pins
 from planner.plans.plan import Status, expanded_rules
 from planner.plans.request import SEARCH_MODES
 from planner.search.problem.hints import first_not_kept
@@ -46,7 +47,7 @@ def test_every_mode_keeps_hints(mode: str) -> None:
     fields = {
         **vars(REQUEST),
         "search_mode": mode,
-        "pins": {"tp": "4"},
+        "pins": Pins(tp=4),
         "hints": (hint("blocks.*.expand", "tensor", outputs=["P"]),),
     }
     plan = plan_network(PlanRequest(**fields), graph=graph).candidates[0].plan
@@ -56,14 +57,14 @@ def test_every_mode_keeps_hints(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["recursive_programming", "sharding_propagation"])
 def test_the_fast_modes_leave_pipelines_to_the_search_over_configurations(mode: str) -> None:
-    fields = {**vars(REQUEST), "search_mode": mode, "pins": {"pp": "2"}}
+    fields = {**vars(REQUEST), "search_mode": mode, "pins": Pins(pp=2)}
     result = plan_network(PlanRequest(**fields), graph=captured("gpt2-tiny"))
     assert {candidate.plan.pipeline for candidate in result.candidates} == {2}
     assert any(message.startswith(mode) and "over configurations" in message for message in result.messages)
 
 
 def test_pipelines_of_modes_that_shard_batches_are_refused_with_the_reason() -> None:
-    fields = {**vars(REQUEST), "pins": {"recompute": "full"}, "parallel_mode": "data_parallel"}
+    fields = {**vars(REQUEST), "pins": Pins(recompute="full"), "parallel_mode": "data_parallel"}
     with pytest.raises(UnsupportedError, match=r"recompute=full.*'data_parallel' shards batches.*leave out"):
         plan_network(PlanRequest(**fields), graph=captured("gpt2-tiny"))
 

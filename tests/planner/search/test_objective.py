@@ -12,7 +12,7 @@ import pytest
 from planner.cost.work import state_bytes, update_traffic
 from planner.graph.operator_graph import DTYPE_BYTES, Role, TensorRef
 from planner.networks import load_network
-from planner.plans.request import ParameterStorage
+from planner.plans.pins import ParameterStorage
 from planner.search.dynamic_programming import fastest, smallest
 from planner.search.problem.problem import Cost, Problem, choices_of
 from planner.search.problem.solution import Solution

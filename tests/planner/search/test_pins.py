@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cli.options import read_pins as read_texts
-from planner.plans.request import AXES_BY_PIN, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, Pins, read_order
+from planner.plans.pins import AXES_BY_PIN, COUNT, PIN_NAMES, PIN_VALUES, Pins, read_order, read_pins
 from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration
@@ -108,9 +107,7 @@ def test_a_value_that_a_message_names_is_one_that_would_do(extent: Extent, pins:
     advice = str(error.value).rpartition("; use ")[2]
     named = [(name, value) for name, value in re.findall(r"(\w+)=(\w+)", advice) if name in pins]
     for name, text in named[:1]:
-        value = int(text) if name in (*DEGREES, *SIZES) else text == "true" if name in FLAGS else text
-        changed: dict[str, Any] = {**pins, name: value}
-        check_pins(replace(extent, pins=Pins(**changed)))
+        check_pins(replace(extent, pins=Pins.read({**pins, name: text})))
 
 
 def test_a_batch_smaller_than_what_wide_tensor_axes_leave_of_the_devices_is_planned() -> None:
@@ -152,10 +149,10 @@ def test_every_pin_is_tried() -> None:
 
 
 VALUES: Mapping[str, Any] = {
-    **{name: st.sampled_from([1, 2, 3, 4, 8, 16]) for name in DEGREES},
-    **{name: st.sampled_from(words) for name, words in WORDS.items()},
-    **{name: st.booleans() for name in FLAGS},
-    **{name: st.sampled_from([1, 64]) for name in SIZES},
+    **{name: st.sampled_from([1, 2, 3, 4, 8, 16]) for name, values in PIN_VALUES.items() if values is COUNT},
+    **{name: st.sampled_from(values) for name, values in PIN_VALUES.items() if isinstance(values, tuple)},
+    **{name: st.booleans() for name, values in PIN_VALUES.items() if values is bool},
+    **{name: st.sampled_from([1, 64]) for name in ("bucket_mb", "sharding_threshold_kb")},
     "copies": st.sampled_from([1, 2]),
     "order": st.permutations(sorted(AXES_BY_PIN)).map(tuple),
     "stage_layers": st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
@@ -199,21 +196,21 @@ def test_pins_hold_in_every_configuration_or_are_refused(extent: Extent, names: 
 def test_values_of_the_wrong_kind_are_refused(name: str) -> None:
     for wrong in ("x y", "-1", "1.5", "", "∞"):
         with pytest.raises(InputError) as error:
-            read_texts([f"{name}={wrong}"])
+            read_pins([f"{name}={wrong}"])
         assert error.value.exit_code == 2
         assert name in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["pp-dq", "pp-dp-pp", "pp--tp"])
 def test_an_order_names_known_axes_once(text: str) -> None:
-    for read in (lambda: read_texts([f"order={text}"]), lambda: read_order(text)):
+    for read in (lambda: read_pins([f"order={text}"]), lambda: read_order(text)):
         with pytest.raises(InputError, match="order.*for example --pin order=pp-dp-tp"):
             read()
 
 
 def test_an_unknown_pin_is_told_the_nearest_by_spelling() -> None:
     with pytest.raises(InputError, match="did you mean 'micro_batch'"):
-        read_texts(["Microbatch=2"])
+        read_pins(["Microbatch=2"])
 
 
 def test_an_order_places_axes_and_one_stage_has_neighbours_in_its_tensor_axis() -> None:

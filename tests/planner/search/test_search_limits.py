@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from planner.plans.request import Pins
+from planner.plans.pins import Pins
 from planner.search.candidates import _micro_batch_counts
 from planner.search.configurations import agenda, branch_and_bound, limits
 from planner.search.configurations.nodes import Node, Stage

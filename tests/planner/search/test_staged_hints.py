@@ -16,6 +16,7 @@ from planner.cost.work import optimizer
 from planner.graph.scaling import at_batch
 from planner.planning.planning import PlanRequest, SearchResult, plan_network
 from planner.plans.hints import Hint, hint
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan, Status, expanded_rules
 from planner.search.problem.by_data import FREE_AXES
 from planner.search.problem.hints import first_not_kept, told_apart
@@ -147,7 +148,7 @@ def test_what_the_data_axis_does_not_cut_is_left_to_meshes_that_have_no_other() 
 def planned(
     network: str = "gpt2-tiny", *, devices: int = 8, mode: str = "auto_parallel", **options: Any
 ) -> SearchResult:
-    usual: dict[str, Any] = {"pins": {"pp": "2"}, "global_batch": 16, "top": 1, "sensitivity": False}
+    usual: dict[str, Any] = {"pins": Pins(pp=2), "global_batch": 16, "top": 1, "sensitivity": False}
     given_options = usual | options
     request = PlanRequest(
         network=f"zoo:{network}", hardware="dgx-a100", devices=devices, parallel_mode=mode, **given_options
@@ -162,7 +163,7 @@ def kept(plan: Plan, hints: tuple[Hint, ...]) -> bool:
 
 @pytest.mark.slow
 def test_the_choice_of_the_free_search_as_hints_gives_its_plan() -> None:
-    free = planned(pins={"pp": "2", "tp": "2", "dp": "2"}).candidates[0]
+    free = planned(pins=Pins(pp=2, tp=2, dp=2)).candidates[0]
     rules = {name: own for part in free.plan.layers for name, own in part.rules.items()}
     hints = tuple(
         hint(name, axis.name, outputs=[placement_name(p) for p in own[place].outputs])
@@ -171,7 +172,7 @@ def test_the_choice_of_the_free_search_as_hints_gives_its_plan() -> None:
         for place, axis in enumerate(free.plan.mesh.axes)
     )
     assert len(hints) == 12
-    again = planned(pins={"pp": "2", "tp": "2", "dp": "2"}, hints=hints).candidates[0]
+    again = planned(pins=Pins(pp=2, tp=2, dp=2), hints=hints).candidates[0]
     assert kept(free.plan, hints)
     assert again.plan.certificate.objective_s == pytest.approx(free.plan.certificate.objective_s)
     # Of ways that the closed form cannot tell apart either may be taken.
@@ -211,8 +212,8 @@ def test_layers_are_told_apart_where_hints_are_for_some_of_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pins", [{"pp": "2", "tp": "2", "dp": "2"}, {"pp": "1", "tp": "2", "dp": "4"}])
-def test_single_layers_have_strategies_of_their_own(pins: dict[str, str]) -> None:
+@pytest.mark.parametrize("pins", [Pins(pp=2, tp=2, dp=2), Pins(pp=1, tp=2, dp=4)])
+def test_single_layers_have_strategies_of_their_own(pins: Pins) -> None:
     result = planned(pins=pins, hints=ONE_LAYER)
     plan = result.candidates[0].plan
     assert kept(plan, ONE_LAYER)
@@ -227,7 +228,7 @@ def test_single_layers_have_strategies_of_their_own(pins: dict[str, str]) -> Non
 
 @pytest.mark.slow
 def test_strategies_are_kept_beside_a_free_pipeline_and_recomputation() -> None:
-    plan = planned(hints=PAIR, pins={"recompute": "full"}, devices=4).candidates[0].plan
+    plan = planned(hints=PAIR, pins=Pins(recompute="full"), devices=4).candidates[0].plan
     assert plan.recompute == "full"
     assert kept(plan, PAIR)
 
@@ -236,12 +237,12 @@ def test_strategies_are_kept_beside_a_free_pipeline_and_recomputation() -> None:
     ("hints", "options", "error", "words"),
     [
         ((COLUMNS,), {}, InputError, "matches no operator"),
-        (PAIR, {"pins": {"pp": "2", "ep": "2"}}, UnsupportedError, "pins ep=2 with strategies of operators"),
-        (PAIR, {"pins": {"pp": "8"}}, ContextError, "on 1 devices: no mesh of two axes"),
-        (PAIR, {"pins": {"pp": "2", "tp": "4"}}, ContextError, "no mesh of two axes.*there is 1 × 4: use"),
+        (PAIR, {"pins": Pins(pp=2, ep=2)}, UnsupportedError, "pins ep=2 with strategies of operators"),
+        (PAIR, {"pins": Pins(pp=8)}, ContextError, "on 1 devices: no mesh of two axes"),
+        (PAIR, {"pins": Pins(tp=4, pp=2)}, ContextError, "no mesh of two axes.*there is 1 × 4: use"),
         (
             (*PAIR, hint("blocks.*.expand", "tensor", outputs=["P"])),
-            {"pins": {"pp": "2", "tp": "2", "dp": "2"}},
+            {"pins": Pins(dp=2, tp=2, pp=2)},
             InputError,
             "contradict each other at 'blocks",
         ),

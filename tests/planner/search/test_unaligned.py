@@ -15,6 +15,7 @@ from planner.lowering.checked import checked_graph
 from planner.networks import load_network
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
+from planner.plans.pins import Pins
 from planner.plans.request import SEARCH_MODES
 from planner.search.dynamic_programming import fastest, smallest, solve
 from planner.search.problem.solution import node_rules
@@ -92,7 +93,7 @@ def test_every_mode_plans_such_a_network(mode: str, monkeypatch: pytest.MonkeyPa
         devices=4,
         global_batch=8,
         search_mode=mode,
-        pins={"pp": "1", "micro_batch": "2"},
+        pins=Pins(pp=1, micro_batch=2),
     )
     result = plan_network(request, graph=graph)
     for candidate in result.candidates:

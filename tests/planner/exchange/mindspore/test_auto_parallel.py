@@ -23,6 +23,7 @@ from planner.networks import load_network
 from planner.networks.marks import Marks, Swap, marks_of
 from planner.planning.placing import PlacedMarks
 from planner.plans.file import read_plan
+from planner.plans.pins import Pins
 from planner.sharding.cuts import OperatorCuts
 from simulator.errors import InputError, NetworkError, UnsupportedError
 from simulator.pipeline_operators import PLAIN
@@ -108,7 +109,7 @@ def test_devices_are_those_of_the_current_context() -> None:
 def test_schedulers(scheduler: str, interleave: bool, schedule: str) -> None:
     made = parallel()
     made.pipeline(stages=2, scheduler=scheduler, interleave=interleave)
-    assert made.pins() == {"schedule": schedule, "micro_batches": "4"}
+    assert made.pins() == Pins(schedule=schedule, micro_batches=4)
     assert made.get_pipeline_stages() == 2
 
 

@@ -20,6 +20,7 @@ from planner.execution.run import execute_plan
 from planner.networks import load_network
 from planner.networks.marks import Marks
 from planner.plans.file import read_plan
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 from planner.sharding.placement import REPLICATE
 from simulator.errors import ContextError, InputError, UnsupportedError
@@ -66,7 +67,7 @@ def configured(folder: Path, document: dict[str, Any], **given: Any) -> Configur
 
 
 def pins(settings: PlanSettings) -> dict[str, str]:
-    return dict(pin.split("=") for pin in settings.pin)
+    return settings.pin.named()
 
 
 def test_degrees_are_pinned_and_their_product_is_the_devices(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_sections_that_say_nothing_of_the_plan_are_named(tmp_path: Path) -> None
 
 
 def test_the_command_line_wins(tmp_path: Path) -> None:
-    found = configured(tmp_path, changed(parallel={"strategy_ckpt_save_file": "a.json"}), pin=("pp=4",), out="b.json")
+    found = configured(tmp_path, changed(parallel={"strategy_ckpt_save_file": "a.json"}), pin=Pins(pp=4), out="b.json")
     assert found.settings.devices == 16
     assert pins(found.settings)["pp"] == "4"
     assert found.settings.out == "b.json"
@@ -411,7 +412,7 @@ def test_idle_devices_are_said(tmp_path: Path) -> None:
     found = configured(tmp_path, FILE, devices=16)
     assert found.settings.devices == 8
     assert any("= 8 of 16 devices: 8 stay idle" in note for note in found.notes)
-    assert used_devices({"dp": "2"}, 2) == (2, "")
+    assert used_devices(Pins(dp=2), 2) == (2, "")
 
 
 def test_sizes_of_networks() -> None:
@@ -420,7 +421,7 @@ def test_sizes_of_networks() -> None:
     assert sizes_of(load_network("zoo:gpt3-175b").capture()) == Sizes(
         layers=96, hidden=12288, heads=96, vocabulary=50257
     )
-    assert check_sizes({"tp": "3"}, Sizes()) == ()
+    assert check_sizes(Pins(tp=3), Sizes()) == ()
 
 
 # The command
@@ -526,19 +527,18 @@ def test_the_table_of_tokens_is_cut_in_stages(tmp_path: Path) -> None:
 
 
 def test_where_no_strategies_are_kept_the_table_is_left_to_the_search() -> None:
-    pins = {"dp": "2", "tp": "2", "cp": "2"}
-    note = vocabulary_marks(pins, load_network("zoo:gpt2-tiny").capture(), cut=False)
+    note = vocabulary_marks(Pins(dp=2, tp=2, cp=2), load_network("zoo:gpt2-tiny").capture(), cut=False)
     assert note[0] == Marks()
     assert "vocab_emb_dp=True is left to the search" in note[1]
     assert "cp=2" in note[1]
-    mlp = vocabulary_marks({"dp": "2", "tp": "2"}, load_network("zoo:mlp").capture(), cut=False)
+    mlp = vocabulary_marks(Pins(dp=2, tp=2), load_network("zoo:mlp").capture(), cut=False)
     assert mlp == (Marks(), "")
     graph = load_network("zoo:gpt2-tiny").capture()
     with pytest.raises(ContextError, match="vocab_emb_dp=False: mlp has no table of tokens"):
-        vocabulary_marks({"dp": "2", "tp": "2"}, load_network("zoo:mlp").capture(), cut=True)
+        vocabulary_marks(Pins(dp=2, tp=2), load_network("zoo:mlp").capture(), cut=True)
     with pytest.raises(ContextError, match="needs data_parallel and model_parallel"):
-        vocabulary_marks({"tp": "2"}, graph, cut=True)
-    marks, said = vocabulary_marks({"dp": "2", "tp": "2", "ep": "2"}, graph, cut=True)
+        vocabulary_marks(Pins(tp=2), graph, cut=True)
+    marks, said = vocabulary_marks(Pins(dp=2, tp=2, ep=2), graph, cut=True)
     assert marks == Marks()
     assert "vocab_emb_dp=False is left to the search" in said
 

@@ -11,7 +11,8 @@ import pytest
 from planner import AutoParallelContext, ContextError
 from planner.exchange.mindspore.keys import KEYS
 from planner.exchange.mindspore.requests import DATA_ONLY, request_of
-from planner.plans.request import PlanRequest, read_pins
+from planner.plans.pins import FREE, Pins
+from planner.plans.request import PlanRequest, checked_pins
 from simulator.errors import InputError
 
 
@@ -26,12 +27,12 @@ def requested(pins: dict[str, str] | None = None, options: dict[str, Any] | None
 def test_nothing_but_the_mode_leaves_everything_free() -> None:
     request = requested()
     assert (request.devices, request.parallel_mode, request.search_mode) == (8, "auto_parallel", "dynamic_programming")
-    assert request.pins == {}
+    assert request.pins == FREE
 
 
 def test_the_default_context_is_one_device() -> None:
     request = request_of(AutoParallelContext(), "zoo:mlp", "dgx-a100")
-    assert (request.devices, request.parallel_mode, dict(request.pins)) == (1, "stand_alone", {})
+    assert (request.devices, request.parallel_mode, request.pins) == (1, "stand_alone", FREE)
 
 
 ZERO2 = {"optimizer_sharding": "zero2", "sharding_threshold_kb": "64"}
@@ -83,8 +84,8 @@ ZERO2 = {"optimizer_sharding": "zero2", "sharding_threshold_kb": "64"}
 )
 def test_keys_become_pins(keys: dict[str, Any], pins: dict[str, str]) -> None:
     request = requested(**keys)
-    assert request.pins == pins
-    read_pins(request)
+    assert request.pins == Pins.read(pins)
+    checked_pins(request)
 
 
 @pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming", "sharding_propagation"])
@@ -97,7 +98,7 @@ def test_options_and_pins_are_passed_on() -> None:
         pins={"tp": "2"}, options={"global_batch": 64, "precision": "fp32", "top": 2}, pipeline_stages=2
     )
     assert (request.global_batch, request.precision, request.top) == (64, "fp32", 2)
-    assert request.pins == {"pp": "2", "tp": "2"}
+    assert request.pins == Pins(pp=2, tp=2)
 
 
 DATA = {"parallel_mode": "data_parallel"}
@@ -164,12 +165,12 @@ def test_keys_say_how_tensors_travel(keys: dict[str, Any], said: dict[str, Any])
     ],
 )
 def test_messages_and_data_ask_for_pins(keys: dict[str, Any], pins: dict[str, str]) -> None:
-    assert requested(**keys).pins == pins
+    assert requested(**keys).pins == Pins.read(pins)
 
 
 def test_shards_of_everything_are_searched_with_the_batch_alone() -> None:
     keys = {**DATA, "enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
-    assert requested(**keys).pins == {**DATA_ONLY, **ZERO2, "sharding_threshold_kb": "0", "shard_size": "8"}
+    assert requested(**keys).pins.named() == {**DATA_ONLY, **ZERO2, "sharding_threshold_kb": "0", "shard_size": "8"}
 
 
 @pytest.mark.parametrize(
@@ -188,14 +189,14 @@ def test_contradictions_are_said(keys: dict[str, Any], options: dict[str, Any], 
 
 def test_what_ranks_have_in_common_is_sharded_in_hybrid_parallelism() -> None:
     found = requested(**HYBRID, enable_parallel_optimizer=True)
-    assert (found.parallel_mode, found.pins) == ("hybrid_parallel", {**DATA_ONLY, **ZERO2})
-    assert read_pins(found).optimizer_sharding == "zero2"
+    assert (found.parallel_mode, found.pins.named()) == ("hybrid_parallel", {**DATA_ONLY, **ZERO2})
+    assert checked_pins(found).optimizer_sharding == "zero2"
     with pytest.raises(InputError, match="tp=2 contradicts parallel mode hybrid_parallel"):
-        read_pins(replace(found, pins={**found.pins, "tp": "2"}))
+        checked_pins(replace(found, pins=replace(found.pins, tp=2)))
 
 
 def test_gradients_in_single_precision_are_synchronised_in_it() -> None:
-    assert requested(options={"precision": "fp32"}, gradient_fp32_sync=True).pins == {}
+    assert requested(options={"precision": "fp32"}, gradient_fp32_sync=True).pins == FREE
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_keys_without_a_mode_are_not_passed_over(keys: dict[str, Any], words: tu
 
 
 def test_a_pin_that_contradicts_a_key() -> None:
-    assert requested(pins={"pp": "2"}, pipeline_stages=2).pins == {"pp": "2"}
+    assert requested(pins={"pp": "2"}, pipeline_stages=2).pins == Pins(pp=2)
     with pytest.raises(ContextError, match="pin pp=4 contradicts pp=2"):
         requested(pins={"pp": "4"}, pipeline_stages=2)
 
