@@ -88,7 +88,8 @@ def _settings(path: Path, data: Mapping[Any, Any]) -> PlanSettings:
             raise InputError(f"config {path}: {name} is given twice; keep one")
         settings[name] = value
     try:
-        return PlanSettings.model_validate(settings)
+        with _naming(path):
+            return PlanSettings.model_validate(settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
