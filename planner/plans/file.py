@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,11 @@ from simulator.whole_file import write_whole
 STRATEGY = FileKind(
     name="strategy file", remedy="write one with `meshwright plan`", max_bytes=64 << 20, error=StrategyError
 )
+
+
+_OTHERWISE = {"network", "hardware", "mesh", "pipeline", "recompute", "exchange", "certificate", "layers"}
+_SAME = {one.name for one in fields(Plan)} & StrategyModel.model_fields.keys() - _OTHERWISE
+"""Choices that a file has under the name and with the value that a plan has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +148,7 @@ def read_strategy(path: str | Path) -> StrategyFile:
 
 def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> str:
     """Render a plan as the text of a strategy file, with a newline at the end."""
-    document: dict[str, object] = {
+    own: dict[str, object] = {
         "format": FORMAT,
         "version": VERSION,
         "network": {
@@ -152,8 +157,6 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
             "sequence_length": plan.sequence_length,
         },
         "hardware": {"profile": plan.hardware, "hash": plan.hardware_hash},
-        "precision": plan.precision,
-        "optimizer": plan.optimizer,
         "mesh": [
             {"axis": axis.name, "size": axis.size}
             | ({} if plan.mesh.strides is None else {"stride": plan.mesh.strides[i]})
@@ -163,30 +166,10 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         "batch": {"global": plan.global_batch, "micro": plan.micro_batch, "micro_batches": plan.micro_batches},
         "data_sharding": data_sharding(plan.mesh),
         "stages": _stages(plan),
-        "parallel_mode": plan.parallel_mode,
-        "search_mode": plan.search_mode,
         "recompute": {"mode": plan.recompute, "ranges": _recomputed(plan)},
-        "optimizer_sharding": plan.optimizer_sharding,
-        "shard_size": plan.shard_size,
-        "sharding_threshold_bytes": plan.sharding_threshold_bytes,
-        "offload_optimizer": plan.offload_optimizer,
-        **({"offload_to": plan.offload_to} if plan.offload_to != "host" else {}),
-        **({"offload_parameters": True} if plan.offload_parameters else {}),
-        **({"host_embeddings": True} if plan.host_embeddings else {}),
-        **({"offload_activations": _offloaded(plan)} if plan.offload_ranges else {}),
-        "context_algorithm": plan.context_algorithm,
-        "sequence_parallel": plan.sequence_parallel,
-        "schedule": plan.schedule,
+        "offload_activations": _offloaded(plan),
         "fusion": {"bucket_bytes": plan.bucket_bytes},
-        **({"exchange": exchange} if (exchange := _exchange(plan)) else {}),
-        **({"copies": plan.copies} if plan.copies > 1 else {}),
-        **({"software": plan.software} if plan.software else {}),
-        **({"attention": plan.attention} if plan.attention else {}),
-        **({"norms": plan.norms} if plan.norms else {}),
-        **({"tensor_overlap": True} if plan.tensor_overlap else {}),
-        **({"expert_overlap": True} if plan.expert_overlap else {}),
-        **({"sent_once": plan.sent_once} if plan.sent_once else {}),
-        **({"whole_experts": True} if plan.whole_experts else {}),
+        "exchange": _exchange(plan),
         "certificate": asdict(plan.certificate) | {"status": plan.certificate.status.value},
         "prediction": None if prediction is None else dict(prediction),
         "placements": _placements(plan.rules),
@@ -194,6 +177,12 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
             {"prefix": run.prefix, "first": run.first, "last": run.last, "placements": _placements(run.rules)}
             for run in plan.layers
         ],
+    }
+    document = {
+        name: value
+        for name, field in StrategyModel.model_fields.items()
+        for value in [getattr(plan, name) if name in _SAME else own[name]]
+        if field.is_required() or (value and value != field.default)
     }
     return _render(document) + "\n"
 
@@ -213,22 +202,15 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         sequence_length=model.network.sequence_length,
         hardware=model.hardware.profile,
         hardware_hash=model.hardware.hash,
-        precision=model.precision,
-        optimizer=model.optimizer,
         global_batch=model.batch.global_,
         micro_batch=model.batch.micro,
         micro_batches=model.batch.micro_batches,
         mesh=mesh,
         rules=_rules(model.placements, len(mesh.axes), f"{source}: placements"),
         layers=_layers(model, len(mesh.axes), source),
-        optimizer_sharding=model.optimizer_sharding,
         bucket_bytes=model.fusion.bucket_bytes,
         certificate=Certificate(**model.certificate.model_dump() | {"status": Status(model.certificate.status)}),
-        parallel_mode=model.parallel_mode,
-        search_mode=model.search_mode,
         recompute=model.recompute.mode,
-        schedule=model.schedule,
-        sequence_parallel=model.sequence_parallel,
         pipeline=model.pipeline.ranks,
         pipeline_stride=model.pipeline.stride,
         virtual=model.pipeline.virtual,
@@ -237,23 +219,9 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
             RecomputeRange(first=part.first, last=part.last, mode=part.mode, messages=part.messages)
             for part in model.recompute.ranges
         ),
-        shard_size=model.shard_size,
-        sharding_threshold_bytes=model.sharding_threshold_bytes,
-        offload_optimizer=model.offload_optimizer,
-        offload_to=model.offload_to,
-        offload_parameters=model.offload_parameters,
-        host_embeddings=model.host_embeddings,
         offload_ranges=_offload_ranges(model),
-        context_algorithm=model.context_algorithm,
         exchange=_exchange_of(model.exchange),
-        copies=model.copies,
-        software=model.software,
-        attention=model.attention,
-        norms=model.norms,
-        tensor_overlap=model.tensor_overlap,
-        expert_overlap=model.expert_overlap,
-        sent_once=model.sent_once,
-        whole_experts=model.whole_experts,
+        **{name: getattr(model, name) for name in _SAME},
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
 
