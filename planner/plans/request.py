@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.pins import AXES_BY_PIN, FREE, Pins
@@ -35,23 +35,16 @@ BY_SAMPLES = ("data_parallel", "hybrid_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """One network, one cluster, and what the user fixed; None leaves a choice to the defaults.
+class Request:
+    """What a plan and a sweep over plans are asked for alike; None leaves a choice to the defaults.
 
-    ``pins`` fix dimensions of the search, ``hints`` placements of operators.
-    Without ``sensitivity`` it is not said what memory, links and pins are worth. ``exchange`` is how tensors travel:
-    plans are simulated and ranked with it, the closed form of the search knows the type of gradients, whole sums and
-    samples of a rank's own alone. ``marks`` of modules come before those that the network's code has. ``software`` is a
-    name of `planner.cost.software`, ``attention`` one of `planner.graph.attention` and ``norms`` one of
-    `planner.graph.norms`: how attention and root-mean-square norms run; the usual software, fused attention and norms
-    as the software has them where nothing is said. With ``any_plan`` more is searched than the software
-    can run. ``memory_headroom`` is the part of a device's usable memory that a
-    plan leaves free.
+    ``pins`` fix dimensions of the search. ``software`` is a name of `planner.cost.software`, ``attention`` one of
+    `planner.graph.attention` and ``norms`` one of `planner.graph.norms`: how attention and root-mean-square norms run;
+    the usual software, fused attention and norms as the software has them where nothing is said. ``memory_headroom`` is
+    the part of a device's usable memory that a plan leaves free.
     """
 
     network: str | Network
-    hardware: str
-    devices: int
     global_batch: int | None = None
     sequence_length: int | None = None
     precision: str | None = None
@@ -59,16 +52,34 @@ class PlanRequest:
     search_mode: str = "dynamic_programming"
     parallel_mode: str = "auto_parallel"
     pins: Pins = FREE
+    software: str = ""
+    attention: str = ""
+    norms: str = ""
+    memory_headroom: float = 0.0
+
+    def shared(self) -> dict[str, Any]:
+        """The fields of this class, by name."""
+        return {one.name: getattr(self, one.name) for one in fields(Request)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(Request):
+    """One network, one cluster, and what the user fixed.
+
+    ``hints`` fix placements of operators. Without ``sensitivity`` it is not said what memory, links and pins are worth.
+    ``exchange`` is how tensors travel: plans are simulated and ranked with it, the closed form of the search knows the
+    type of gradients, whole sums and samples of a rank's own alone. ``marks`` of modules come before those that the
+    network's code has. With ``any_plan`` more is searched than the software can run.
+    """
+
+    hardware: str
+    devices: int
     hints: tuple[Hint, ...] = ()
     top: int = 5
     sensitivity: bool = True
     exchange: Exchange = UNASKED
     marks: Marks | None = None
-    software: str = ""
     any_plan: bool = False
-    attention: str = ""
-    norms: str = ""
-    memory_headroom: float = 0.0
 
 
 def one_of(value: str, known: Iterable[str], what: str) -> str:

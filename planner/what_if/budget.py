@@ -11,7 +11,7 @@ from planner.planning.documents import plan_document
 from planner.planning.goodput import DAY_S, OPTIONS, checkpoint_bytes, plan_goodput
 from planner.planning.planning import capture_for
 from planner.planning.shared_tables import SharedTables
-from planner.plans.pins import FREE, Pins
+from planner.plans.request import PlanRequest, Request
 from planner.what_if.options import WhatIfOptions, requests_of
 from planner.what_if.rows import plan_point
 from simulator.errors import InfeasibleError, InputError
@@ -19,7 +19,6 @@ from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
     from planner.planning.one_stage import Candidate
-    from planner.plans.request import PlanRequest
 
 MOST_DEVICES = 1024
 """Device counts are doubled up to this where none is given."""
@@ -89,7 +88,7 @@ class BudgetRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetOptions:
+class BudgetOptions(Request):
     """What is given of a training: two of tokens, time and devices.
 
     ``price`` is that of one device for an hour, by profile.
@@ -101,13 +100,6 @@ class BudgetOptions:
     within_s: float | None = None
     devices: int | None = None
     price: Mapping[str, float] = field(default_factory=dict)
-    global_batch: int | None = None
-    sequence_length: int | None = None
-    precision: str | None = None
-    optimizer: str | None = None
-    pins: Pins = FREE
-    software: str = ""
-    memory_headroom: float = 0.0
 
 
 def budget(options: BudgetOptions) -> tuple[BudgetRow, ...]:
@@ -160,14 +152,10 @@ def _requests(options: BudgetOptions, name: str) -> Iterator[tuple[PlanRequest, 
         most = min(MOST_DEVICES, hardware.max_devices)
         doubled = (hardware.devices_per_node << power for power in range(most.bit_length()))
         counts = tuple(count for count in doubled if count <= most) or (hardware.devices_per_node,)
-    asked = WhatIfOptions(
-        network=options.network, hardware=(name,), device_counts=counts, global_batch=_batch(options),
-        sequence_length=options.sequence_length, precision=options.precision, optimizer=options.optimizer,
-        pins=options.pins, software=options.software, memory_headroom=options.memory_headroom,
-    )  # fmt: skip
-    requests = requests_of(asked)
-    shared = SharedTables(capture_for(requests[0]))
-    yield from ((request, shared) for request in requests)
+    shared = options.shared() | {"global_batch": _batch(options)}
+    requests = requests_of(WhatIfOptions(**shared, hardware=(name,), device_counts=counts))
+    tables = SharedTables(capture_for(requests[0]))
+    yield from ((request, tables) for request in requests)
 
 
 def _batch(options: BudgetOptions) -> int:

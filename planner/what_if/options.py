@@ -6,16 +6,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from planner.plans.pins import FREE, PIN_NAMES, Pins
+from planner.plans.pins import PIN_NAMES, Pins
+from planner.plans.request import PlanRequest, Request
 from simulator.errors import InputError
 from simulator.hardware import is_profile_path, split_settings
 from simulator.profiles import load_profile
-
-if TYPE_CHECKING:
-    from planner.plans.request import PlanRequest
-
 
 MOST_POINTS = 1000
 """Points of a sweep."""
@@ -31,8 +27,8 @@ _OF_REQUEST = {
 """Settings that are options of the request, and the fields of `WhatIfOptions` that they set."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhatIfOptions:
+@dataclass(frozen=True, kw_only=True)
+class WhatIfOptions(Request):
     """What a sweep plans.
 
     With `global_batch` every device count trains the same batch (strong scaling). With
@@ -47,18 +43,7 @@ class WhatIfOptions:
     network: str
     hardware: tuple[str, ...]
     device_counts: tuple[int, ...]
-    global_batch: int | None = None
     batch_per_device: int | None = None
-    sequence_length: int | None = None
-    precision: str | None = None
-    optimizer: str | None = None
-    search_mode: str = "dynamic_programming"
-    parallel_mode: str = "auto_parallel"
-    pins: Pins = FREE
-    software: str = ""
-    attention: str = ""
-    norms: str = ""
-    memory_headroom: float = 0.0
     settings: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
@@ -189,7 +174,6 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
     """
     from planner.cost.software import USUAL, as_run, norms_of
     from planner.planning.planning import with_usual_software
-    from planner.plans.request import PlanRequest
 
     named = "" if options.software == USUAL else options.software
     for name in options.hardware:
@@ -199,24 +183,13 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
     return tuple(
         with_usual_software(
             PlanRequest(
-                network=options.network,
+                **options.shared() | {"global_batch": batches[devices]},
                 hardware=name,
                 devices=devices,
-                global_batch=batches[devices],
-                sequence_length=options.sequence_length,
-                precision=options.precision,
-                optimizer=options.optimizer,
-                search_mode=options.search_mode,
-                parallel_mode=options.parallel_mode,
-                pins=options.pins,
-                software=options.software,
-                attention=options.attention,
-                norms=options.norms,
-                memory_headroom=options.memory_headroom,
                 top=1,
                 sensitivity=False,
             )
-        )
+        )  # fmt: skip
         for name in dict.fromkeys(options.hardware)
         for devices in sorted(set(options.device_counts))
     )
