@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from simulator.errors import ContextError
@@ -163,6 +164,27 @@ def unknown(name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(name, names, 1)
     return f"no key {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"keys are {', '.join(names)}")
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """Divisors, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
+    return tuple(dict.fromkeys([*small, *(number // part for part in reversed(small))]))
+
+
+def near_divisors(value: int, number: int) -> str:
+    """The divisors of a number below and above a value that is none.
+
+    >>> near_divisors(3, 32), near_divisors(9, 8)
+    ('2 or 4', '8')
+    """
+    less, more = [d for d in divisors(number) if d < value], [d for d in divisors(number) if d > value]
+    return " or ".join(map(str, [*less[-1:], *more[:1]]))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, unnamed_stages
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, divides, unnamed_stages
 from planner.exchange.keyed import Document, nested
 from planner.exchange.training_config import TrainingConfig, layers_of_parts, module_parts
 
@@ -192,13 +192,8 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             remedy="leave it out",
         )
     stage = ranks * (config.cp or 1) * (config.tp or 1)
-    if known and stage % (config.ep or 1):
-        yield Violation(
-            key=KEYS["ep"],
-            value=str(config.ep),
-            rule=f"it must divide the {stage} ranks of dp_size × cp_size × tp_size",
-            remedy="use a divisor",
-        )
+    if known:
+        yield from divides(KEYS["ep"], config.ep or 1, stage, "ranks of dp_size × cp_size × tp_size")
     looped, virtual = config.schedule in LOOPED, config.vpp or 1
     if looped == (virtual == 1) or (config.schedule in ("zbv", "dualpipe_v") and virtual != 2):
         yield Violation(

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig, even_layers
 from planner.plans.capability import Capability, capabilities
+from simulator.checks import near_divisors
 from simulator.errors import InputError
 from simulator.input_file import FileKind
 
@@ -134,13 +135,7 @@ def _everywhere(config: TrainingConfig, keys: Mapping[str, str]) -> Iterator[Vio
     ep, pp = config.ep or 1, config.pp or 1
     if config.devices is not None and ep > 1:
         ranks = config.devices // pp // (config.etp or config.tp or 1)
-        if ranks % ep:
-            yield Violation(
-                key=keys.get("ep", "ep"),
-                value=str(ep),
-                rule=f"it must divide the {ranks} ranks of a stage that experts are dealt out over",
-                remedy="use a divisor of them",
-            )
+        yield from divides(keys.get("ep", "ep"), ep, ranks, "ranks of a stage that experts are dealt out over")
     if pp == 1 and (config.vpp or 1) > 1:
         yield Violation(
             key=keys.get("vpp", "vpp"),
@@ -154,6 +149,18 @@ def _everywhere(config: TrainingConfig, keys: Mapping[str, str]) -> Iterator[Vio
             value=" ".join(map(str, config.layers)),
             rule=f"it gives {len(config.layers)} chunks, and there are {pp} × {config.vpp or 1}",
             remedy="give each chunk its layers",
+        )
+
+
+def divides(key: str, value: int, number: int, what: str) -> Iterator[Violation]:
+    """The rule that a degree divides a number of something."""
+    if value > 1 and (number % value or not number):
+        near = near_divisors(value, number)
+        yield Violation(
+            key=key,
+            value=str(value),
+            rule=f"it must divide the {number} {what}",
+            remedy=f"use {near or 'more of them'}",
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, divides
 from planner.exchange.layout import read_layout, write_layout
 from planner.exchange.shell import Script, read_script
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
@@ -445,13 +445,8 @@ def _broken(script: Script, config: TrainingConfig, sizes: Mapping[str, int | st
             remedy="say with --pipeline-model-parallel-layout which layers each has",
         )
     experts = sizes.get("num_local_experts")
-    if (config.ep or 1) > 1 and (not experts or int(experts) % (config.ep or 1)) and layers:
-        yield Violation(
-            key=KEYS["ep"],
-            value=str(config.ep),
-            rule=f"it must divide the {experts or 0} experts",
-            remedy="use a divisor of --num-experts",
-        )
+    if layers:
+        yield from divides(KEYS["ep"], config.ep or 1, int(experts or 0), "experts of --num-experts")
     given = script.variables.get(CONNECTIONS)
     fully = config.optimizer_sharding in ("zero2", "zero3") or "--use-megatron-fsdp" in options
     if fully and given == "1":
@@ -538,12 +533,7 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
         if why:
             yield Violation(key=KEYS["expert_overlap"], value="", rule=why, remedy="leave it out")
     if config.shard_size and config.dp and config.dp % config.shard_size:
-        yield Violation(
-            key=KEYS["shard_size"],
-            value=str(config.dp // config.shard_size),
-            remedy="use a divisor",
-            rule=f"it must divide the {config.dp} data-parallel ranks",
-        )
+        yield from divides(KEYS["shard_size"], config.dp // config.shard_size, config.dp, "data-parallel ranks")
 
 
 def recognises(name: str, text: str) -> bool:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, divides
 from planner.exchange.keyed import Document
 from planner.exchange.training_config import TrainingConfig
 
@@ -133,14 +133,8 @@ def read(text: str, source: str) -> ReadConfig:
 
 def rules(config: TrainingConfig) -> Iterator[Violation]:
     """Rules of SimuMax across fields."""
-    ranks, expert = config.dp, config.ep or 1
-    if ranks and ranks % expert:
-        yield Violation(
-            key=KEYS["ep"],
-            value=str(expert),
-            rule=f"it must divide the {ranks} data-parallel ranks",
-            remedy="use a divisor of them",
-        )
+    if config.dp:
+        yield from divides(KEYS["ep"], config.ep or 1, config.dp, "data-parallel ranks")
 
 
 def recognises(name: str, text: str) -> bool:

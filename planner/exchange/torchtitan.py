@@ -17,7 +17,15 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from planner.exchange.formats import CONFIGURATION, ExchangeFormat, ReadConfig, Violation, Written, unnamed_stages
+from planner.exchange.formats import (
+    CONFIGURATION,
+    ExchangeFormat,
+    ReadConfig,
+    Violation,
+    Written,
+    divides,
+    unnamed_stages,
+)
 from planner.exchange.shell import read_script
 from planner.exchange.training_config import TrainingConfig, layers_of_parts, module_parts
 from simulator.errors import InputError
@@ -356,13 +364,7 @@ def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
     tensor, context, ranks = config.tp or 1, config.cp or 1, config.dp or 1
     shard = (config.shard_size or ranks) if config.optimizer_sharding not in (None, "none") else 1
     stage = prod((shard, context, tensor)) // ((config.etp or 1) if (config.ep or 1) > 1 else 1)
-    if (config.ep or 1) > 1 and stage % (config.ep or 1):
-        yield Violation(
-            key=KEYS["ep"],
-            value=str(config.ep),
-            remedy="use a divisor, or shard over more ranks",
-            rule=f"it must divide the {stage} ranks of data_parallel_shard × context × tensor parallelism",
-        )
+    yield from divides(KEYS["ep"], config.ep or 1, stage, "ranks of data_parallel_shard × context × tensor parallelism")
     divisor = (tensor if config.sequence_parallel or era is OLD else 1) * (2 * context if context > 1 else 1)
     if config.sequence_length and config.sequence_length % divisor:
         yield Violation(

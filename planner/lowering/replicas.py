@@ -8,6 +8,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.plans.plan import NodeRules
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import Rule
+from simulator.checks import near_divisors
 from simulator.errors import StrategyError
 
 REPLICAS = "data_replica"
@@ -31,7 +32,8 @@ def with_replicas(mesh: Mesh, shard_size: int) -> Mesh:
     size = 1 if place is None else mesh.axes[place].size
     if place is None or size % shard_size:
         raise StrategyError(
-            f"shard_size {shard_size} does not divide the {size} data-parallel ranks; use a divisor, or 0 for all"
+            f"shard_size {shard_size} does not divide the {size} data-parallel ranks; use "
+            f"{near_divisors(shard_size, size)}, or 0 for all"
         )
     axes, strides = list(mesh.axes), [mesh.stride(i) for i in range(len(mesh.axes))]
     axes[place : place + 1] = [MeshAxis(REPLICAS, size // shard_size), MeshAxis("data", shard_size)]

@@ -28,7 +28,7 @@ from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.explored import Explored, Placed, Unfit, diverse, joined
 from planner.search.configurations.limits import PROOF
 from planner.search.configurations.pin_checks import check_pins
-from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, expert_cut, orders
+from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, expert_cut, orders
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.exact.elimination import TooWideError
 from planner.search.patience import Patience
@@ -42,6 +42,7 @@ from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, 
 from planner.search.units.rules import rules_of
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis
 from planner.sharding.placement import Mesh
+from simulator.checks import divisors
 from simulator.errors import ContextError, InputError, UnsupportedError
 from simulator.hardware import Hardware
 from simulator.launches import known_software, launch_time

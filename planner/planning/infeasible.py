@@ -9,7 +9,7 @@ from planner.planning.configured import Configured, Scored
 from planner.planning.explanations import FEW_SOLVES, describe, without
 from planner.plans.pins import Pins
 from planner.search.configurations.explored import Explored, Unfit
-from planner.search.configurations.space import divisors
+from simulator.checks import divisors
 from simulator.errors import InputError
 from simulator.quantities import bytes_text
 

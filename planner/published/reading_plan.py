@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 
 from planner.cost.memory.in_flight import V_SHAPED, schedule_name
 from planner.cost.memory.parameters import even_chunks
@@ -17,6 +17,7 @@ from planner.published.reading_memory import memory_settings, whole_on_one_devic
 from planner.published.reading_network import MissingFactError
 from planner.published.reading_setup import Network
 from planner.published.source_rules import CHOSEN_TO_FIT, stated, suite_batch
+from simulator.checks import near_divisors
 from simulator.hardware import Hardware
 
 _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
@@ -28,17 +29,6 @@ _GRAPH_ENGINE = 2023 + 9 / 12
 _UNEVEN_ENDS = 2
 _ROUNDING = 0.02
 """Batches that do not divide are taken as the next whole number of micro-batches up to this relative change."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
-    """Degrees of parallelism."""
-
-    devices: int
-    dp: int
-    tp: int
-    pp: int
-    cp: int
 
 
 def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[str]) -> TrainingSetup:
@@ -59,8 +49,8 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
     ep, expert_tp = _expert_degrees(row, network, mesh, notes)
     overlap_gradients, overlap_parameters, overlap_tensor = words.overlaps(row, used, shard, mesh.tp)
     flags, schedule = words.all_words(row), words.schedule(row, vpp)
-    return TrainingSetup(
-        devices=mesh.devices, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, vpp=vpp, cp=mesh.cp, ep=ep, expert_tp=expert_tp,
+    return replace(
+        mesh, vpp=vpp, ep=ep, expert_tp=expert_tp,
         micro_batch=micro_batch, micro_batches=micro_batches, schedule=schedule,
         recompute=kept, optimizer_sharding=shard,
         recompute_layers=kept_layers * (1 if used is Stack.MINDSPEED and not words.legacy_model(row) else vpp),
@@ -89,7 +79,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
     )  # fmt: skip
 
 
-def read_mesh(row: FileRow, network: Network, shard: OptimizerSharding, notes: list[str]) -> Mesh:
+def read_mesh(row: FileRow, network: Network, shard: OptimizerSharding, notes: list[str]) -> TrainingSetup:
     """Degrees that multiply to the device count."""
     if re.search(r"auto[-_ ]?sharding", row.text("framework").lower()):
         raise MissingFactError("the plan is not stated: the compiler chose it")
@@ -103,12 +93,15 @@ def read_mesh(row: FileRow, network: Network, shard: OptimizerSharding, notes: l
     else:
         cp = stated["cp"] or 1
         tp, pp = _completed(devices, stated, cp, shard, notes)
-    if devices % (tp * pp * cp):
-        raise MissingFactError(f"tp {tp} x pp {pp} x cp {cp} does not divide the {devices} devices")
+    if devices % (inner := tp * pp * cp):
+        near = near_divisors(inner, devices)
+        raise MissingFactError(
+            f"tp {tp} x pp {pp} x cp {cp} = {inner} does not divide the {devices} devices: {near} do"
+        )
     found = devices // (tp * pp * cp)
     if dp is not None and dp != found:
         notes.append(f"dp {dp} as printed does not fit {devices} devices: {found}")
-    return Mesh(devices=devices, dp=found, tp=tp, pp=pp, cp=cp)
+    return TrainingSetup(devices=devices, dp=found, tp=tp, pp=pp, cp=cp)
 
 
 def _devices(row: FileRow, notes: list[str]) -> int:
@@ -177,7 +170,7 @@ def _unstated_layout(
     return tp, parts // tp
 
 
-def read_batches(row: FileRow, mesh: Mesh, notes: list[str], usual: int | None = None) -> tuple[int, int]:
+def read_batches(row: FileRow, mesh: TrainingSetup, notes: list[str], usual: int | None = None) -> tuple[int, int]:
     """Samples of a micro-batch and micro-batches of a step on each replica; `usual` is a micro-batch not stated."""
     micro, batch, accumulated = _stated_micro(row, mesh), row.whole("global_batch"), row.whole("grad_accum")
     if usual and micro is None and batch is None:
@@ -216,7 +209,7 @@ def read_batches(row: FileRow, mesh: Mesh, notes: list[str], usual: int | None =
     return micro, steps
 
 
-def _stated_micro(row: FileRow, mesh: Mesh) -> int | None:
+def _stated_micro(row: FileRow, mesh: TrainingSetup) -> int | None:
     micro = row.whole("micro_batch")
     if micro:
         return micro
@@ -241,7 +234,7 @@ def _benchmark_batch(row: FileRow, notes: list[str]) -> int:
     return samples
 
 
-def _derived_micro(row: FileRow, mesh: Mesh, batch: int, accumulated: int | None, notes: list[str]) -> int:
+def _derived_micro(row: FileRow, mesh: TrainingSetup, batch: int, accumulated: int | None, notes: list[str]) -> int:
     replica = batch // mesh.dp
     if accumulated and replica % accumulated == 0:
         return replica // accumulated
@@ -332,7 +325,7 @@ def _by_items(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(items) if min(items) >= 0 else ()
 
 
-def _expert_degrees(row: FileRow, network: Network, mesh: Mesh, notes: list[str]) -> tuple[int, int]:
+def _expert_degrees(row: FileRow, network: Network, mesh: TrainingSetup, notes: list[str]) -> tuple[int, int]:
     if not isinstance(network, TransformerShape) or network.experts is None:
         return 1, 1
     ranks = mesh.devices // mesh.pp

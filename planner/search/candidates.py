@@ -12,7 +12,6 @@ from planner.graph.scaling import at_batch
 from planner.plans.hints import Hint
 from planner.plans.pins import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
-from planner.search.configurations.space import divisors
 from planner.search.dynamic_programming import fastest, least_bytes, once_s
 from planner.search.problem.by_data import FREE_AXES, rest_by_data
 from planner.search.problem.costs import MeshCosts
@@ -23,6 +22,7 @@ from planner.search.problem.solution import Solution
 from planner.search.problem.together import time_together
 from planner.search.problem.variables import Decisions
 from planner.sharding.placement import Mesh, MeshAxis
+from simulator.checks import divisors
 from simulator.errors import ContextError, InputError
 from simulator.hardware import Hardware
 

@@ -39,6 +39,7 @@ from planner.sharding.sequence import (
     sequence_length,
     sequence_spans,
 )
+from simulator.checks import near_divisors
 from simulator.errors import UnsupportedError
 from simulator.program import Collective, Kernel
 
@@ -76,14 +77,16 @@ class ContextAxis:
         for length in self.lengths:
             if length % (size * self.chunks):
                 parts = f"{size * self.chunks} equal parts" + (f", {self.chunks} a rank" if self.chunks > 1 else "")
-                return f"context={size} cuts {length} tokens into {parts}; use a divisor of {length // self.chunks}"
+                near = near_divisors(size, length // self.chunks)
+                return f"context={size} cuts {length} tokens into {parts}; use {near}"
         for places in self.places:
             if places % size:
-                return f"context={size} does not divide the {places} places that experts have for tokens; use a divisor"
+                near = near_divisors(size, places)
+                return f"context={size} does not divide the {places} places that experts have for tokens; use {near}"
         for heads in self.heads:
             if heads % (size * tensor):
                 product = f"context={size} × tensor={tensor}" if tensor > 1 else f"context={size}"
-                return f"{product} does not divide {heads} heads, which all_to_all exchanges; use a divisor or ring"
+                return f"{product} does not divide {heads} heads, which all_to_all exchanges; use fewer, or ring"
         return None
 
 

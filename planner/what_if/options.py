@@ -189,7 +189,7 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
                 top=1,
                 sensitivity=False,
             )
-        )  # fmt: skip
+        )
         for name in dict.fromkeys(options.hardware)
         for devices in sorted(set(options.device_counts))
     )

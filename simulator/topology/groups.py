@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from simulator.checks import divisors
 from simulator.errors import ProfileError
 from simulator.hardware import Hardware
 
@@ -56,7 +57,7 @@ def group_shape(hardware: Hardware, size: int, stride: int) -> GroupShape:
     inside = 1
     for level in hardware.levels[:-1]:
         room = level.size // stride
-        grown = max(part for part in _divisors(size) if part % inside == 0 and part <= max(room, inside))
+        grown = max(part for part in divisors(size) if part % inside == 0 and part <= max(room, inside))
         members.append(grown // inside)
         inside = grown
     return GroupShape(members=(*members, size // inside), stride=stride)
@@ -93,8 +94,3 @@ def axis_groups(devices: int, size: int, stride: int) -> list[range]:
     block = size * stride
     starts = [base + offset for base in range(0, devices, block) for offset in range(stride)]
     return [range(start, start + block, stride) for start in starts]
-
-
-def _divisors(number: int) -> list[int]:
-    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
-    return small + [number // part for part in reversed(small) if part * part != number]

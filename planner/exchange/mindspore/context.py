@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from planner.exchange.mindspore.keys import KEYS, OLDER_NAMES
-from simulator.checks import unknown
+from simulator.checks import near_divisors, unknown
 from simulator.errors import ContextError, IgnoredKeyWarning
 
 
@@ -170,8 +170,8 @@ def _check_together(found: Mapping[str, Any]) -> None:
     if devices is not None and rank is not None and rank >= devices:
         raise ContextError(f"global_rank={rank} with device_num={devices}: ranks go from 0 to {devices - 1}")
     if devices is not None and devices % stages:
-        near = [number for number in range(1, devices + 1) if devices % number == 0]
-        raise ContextError(f"pipeline_stages={stages} does not divide device_num={devices}; use {_or(near)}")
+        near = near_divisors(stages, devices)
+        raise ContextError(f"pipeline_stages={stages} does not divide device_num={devices}; use {near}")
     if mode == "stand_alone" and devices is not None and devices > 1:
         raise ContextError(
             f"parallel_mode=stand_alone runs on one device, device_num={devices}; use data_parallel or more"
@@ -218,8 +218,3 @@ def _check_fusion(found: Mapping[str, Any]) -> None:
             f"all_reduce_fusion_config={list(listed)} and comm_fusion.allreduce={by_kind} both say how all-reduces are "
             f"fused; give one of them"
         )
-
-
-def _or(numbers: list[int]) -> str:
-    words = [str(number) for number in numbers]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

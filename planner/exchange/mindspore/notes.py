@@ -8,6 +8,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from planner.sharding.cuts import OperatorCuts
+from simulator.checks import near_divisors
 from simulator.errors import ContextError
 from simulator.program import Phase
 
@@ -129,11 +130,10 @@ def check_sizes(pins: Pins, sizes: Sizes, *, vocabulary_cut: bool | None = None)
         cut["vocab_size"] = sizes.vocabulary
     for name, size in cut.items():
         if size % tensor:
-            near = min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - tensor), d))
             other = " or vocab_emb_dp=True" if name == "vocab_size" else ""
             raise ContextError(
                 f"model_parallel={tensor} does not divide {name}={size}, {size % tensor} are left over: parameters "
-                f"could not be cut evenly; use model_parallel={near}{other}"
+                f"could not be cut evenly; use model_parallel={near_divisors(tensor, size)}{other}"
             )
     if not sizes.layers:
         return ()

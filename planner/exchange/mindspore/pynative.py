@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, devices_of, unnamed_stages
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, devices_of, divides, unnamed_stages
 from planner.exchange.keyed import Document, nested
 from planner.exchange.training_config import MOST_LAYERS, TrainingConfig, even_layers
 from planner.networks.mindformers_config import transformers_config
@@ -197,13 +197,9 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
     ranks, tensor, context = config.dp or 1, config.tp or 1, config.cp or 1
     shard = (config.shard_size or ranks) if config.optimizer_sharding not in (None, "none") else 1
     stage = shard * context * tensor
-    if config.dp and stage % (config.ep or 1):
-        yield Violation(
-            key=KEYS["ep"],
-            value=str(config.ep),
-            rule=f"it must divide the {stage} ranks of data_parallel_shard × context_parallel × tensor_parallel",
-            remedy="use a divisor, or shard over more ranks",
-        )
+    if config.dp:
+        what = "ranks of data_parallel_shard × context_parallel × tensor_parallel"
+        yield from divides(KEYS["ep"], config.ep or 1, stage, what)
     if config.dp and config.optimizer_sharding not in (None, "none") and shard == 1:
         yield Violation(
             key=KEYS["shard_size"],

@@ -18,12 +18,12 @@ from planner.search.configurations.space import (
     context_obstacle,
     counts_tensor_ranks,
     degrees,
-    divisors,
     experts_divide,
     micro_batch_sizes,
     schedules,
 )
 from planner.sharding.context import ALGORITHMS, attention_heads
+from simulator.checks import divisors, near_divisors
 from simulator.errors import InputError, UnsupportedError
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_h2": 1, "zbv": 2, "dualpipe_v": 2}
@@ -87,8 +87,8 @@ def _experts(extent: Extent) -> None:
     if not experts:
         raise InputError(f"pin ep={pins.ep}: the network has no experts to deal out; use --pin ep=1")
     if experts % pins.ep:
-        near = _nearest(pins.ep, divisors(experts))
-        raise InputError(f"pin ep={pins.ep}: it must divide the network's {experts} experts; use ep={near}")
+        nearest = near_divisors(pins.ep, experts)
+        raise InputError(f"pin ep={pins.ep}: it must divide the network's {experts} experts; use ep={nearest}")
     inside = prod(value or 1 for value in (pins.tp, pins.pp, pins.cp))
     ranks = pins.dp or extent.devices // inside
     tensor = [pins.tp] if pins.tp is not None else divisors(extent.devices)
@@ -234,7 +234,7 @@ def _storage(extent: Extent) -> None:
             "optimizer_sharding=none alone"
         )
     if pins.shard_size is not None and pins.dp is not None and pins.dp % pins.shard_size:
-        near = _nearest(pins.shard_size, divisors(pins.dp))
+        near = near_divisors(pins.shard_size, pins.dp)
         raise InputError(
             f"pins dp={pins.dp} shard_size={pins.shard_size}: shard_size must divide dp; use --pin shard_size={near}"
         )

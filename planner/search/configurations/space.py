@@ -20,6 +20,7 @@ from planner.search.configurations.buckets import MIB, DataAxis, bucket_bytes
 from planner.search.configurations.schedule_shapes import ONE_STAGE, SEARCHED, fits_schedule
 from planner.search.configurations.step_model import AXES, Configuration
 from planner.sharding.context import ALGORITHMS, ContextAxis
+from simulator.checks import divisors
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.schedules.generators import TWO_CHUNKS
@@ -382,14 +383,3 @@ def _distinct_orders(
 def experts_divide(extent: Extent, expert: int) -> bool:
     """Whether an expert axis deals out whole experts."""
     return expert == 1 or (extent.experts > 0 and extent.experts % expert == 0)
-
-
-@lru_cache(maxsize=1024)
-def divisors(number: int) -> tuple[int, ...]:
-    """Divisors, ascending.
-
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
-    return tuple(dict.fromkeys([*small, *(number // part for part in reversed(small))]))

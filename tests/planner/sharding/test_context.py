@@ -121,12 +121,12 @@ def test_sizes_that_do_not_fit() -> None:
     network = load_network("zoo:llama3-70b", sequence_length=48).capture()
     ring, exchange = (context_axis(network, algorithm) for algorithm in ALGORITHMS)
     assert ring.obstacle(8) is None
-    assert ring.obstacle(16) == "context=16 cuts 48 tokens into 32 equal parts, 2 a rank; use a divisor of 24"
+    assert ring.obstacle(16) == "context=16 cuts 48 tokens into 32 equal parts, 2 a rank; use 12 or 24"
     assert ring.obstacle(8, tensor=64) is None
     assert exchange.obstacle(4, tensor=2) is None
     assert exchange.obstacle(16) is not None
     assert exchange.obstacle(4, tensor=4) == (
-        "context=4 × tensor=4 does not divide 8 heads, which all_to_all exchanges; use a divisor or ring"
+        "context=4 × tensor=4 does not divide 8 heads, which all_to_all exchanges; use fewer, or ring"
     )
 
 
@@ -205,7 +205,7 @@ def test_experts_give_their_places_to_the_tokens_of_each_rank_apart() -> None:
         together = torch.stack(step.pieces[parameter.gradient]).sum(0)
         torch.testing.assert_close(together, apart.whole[alone.gradient], rtol=1e-10, atol=1e-12)
     assert context_axis(whole, "ring").obstacle(4) == (
-        "context=4 does not divide the 10 places that experts have for tokens; use a divisor"
+        "context=4 does not divide the 10 places that experts have for tokens; use 2 or 5"
     )
 
 

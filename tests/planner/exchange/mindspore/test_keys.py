@@ -126,8 +126,8 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
 
 CONTRADICTING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"device_num": 8, "global_rank": 8}, ("global_rank=8", "device_num=8", "0 to 7")),
-    ({"device_num": 8, "pipeline_stages": 3}, ("pipeline_stages=3", "1, 2, 4 or 8")),
-    ({"device_num": 2, "pipeline_stages": 4}, ("pipeline_stages=4", "1 or 2")),
+    ({"device_num": 8, "pipeline_stages": 3}, ("pipeline_stages=3", "use 2 or 4")),
+    ({"device_num": 2, "pipeline_stages": 4}, ("pipeline_stages=4", "use 2")),
     ({"parallel_mode": "stand_alone", "device_num": 8}, ("stand_alone", "device_num=8", "data_parallel")),
     ({"parallel_mode": "data_parallel", "full_batch": True}, ("full_batch=True", "data_parallel")),
     ({"parallel_mode": "hybrid_parallel", "full_batch": True}, ("hybrid_parallel",)),
