@@ -39,20 +39,21 @@ def places_reached(places: Amount, chosen: Amount) -> Amount:
 def sent_share(hardware: Hardware, collective: Collective, axis: str, group: GroupShape) -> float:
     """Share of the bytes of a message that travels: less than all where a token goes once to each node of a group.
 
-    Inside a node ranks take the place of nodes.
+    Inside a node ranks take the place of nodes, and so they do inside a larger domain of fast links (NVL72).
     """
     chosen = hardware.training.get(SENT_ONCE, 0.0)
-    if not chosen or group.size == 1 or not _of_tokens(collective, axis):
+    if not chosen or group.size == 1 or not of_tokens(collective, axis):
         return 1.0
-    near = max(1, hardware.devices_per_node // group.stride)
+    near = max(1, max(hardware.devices_per_node, hardware.levels[0].size) // group.stride)
     places = group.size / near if group.size > near else float(group.size)
     return places_reached(places, chosen) / chosen
 
 
 def expert_exposed(hardware: Hardware, collective: Collective, axis: str) -> float:
     """What a message of tokens leaves to wait for: a part, where it travels beside another micro-batch, else all."""
-    return hardware.training.get(EXPERT_EXPOSED, 1.0) if _of_tokens(collective, axis) else 1.0
+    return hardware.training.get(EXPERT_EXPOSED, 1.0) if of_tokens(collective, axis) else 1.0
 
 
-def _of_tokens(collective: Collective, axis: str) -> bool:
+def of_tokens(collective: Collective, axis: str) -> bool:
+    """Whether a message takes tokens to experts or back."""
     return axis == AXIS and collective is Collective.ALL_TO_ALL

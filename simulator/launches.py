@@ -23,6 +23,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from simulator.expert_messages import of_tokens
 from simulator.hardware import Hardware
 from simulator.program import COMPUTE_STREAM, Collective, Kernel, Task
 from simulator.topology import GroupShape
@@ -33,6 +34,9 @@ LAUNCH = "planned_launch_s"
 MESSAGE_LAUNCHES = "planned_message_launches"
 """Key of a profile's training: launches of kernels that the launch of one message takes; there where the software is
 known."""
+DISPATCH = "planned_dispatch_s"
+"""Key of a profile's training: seconds of the host around each message of tokens to experts; there where the software
+is known."""
 STEP, MICRO_BATCH = "planned_step_s", "planned_micro_batch_s"
 """Keys of a profile's training: seconds of the host for a step, and for each micro-batch of the stage with the loss,
 while the device waits; there where the software is known."""
@@ -45,6 +49,14 @@ runs meanwhile; there where the software is known."""
 TENSOR_EXPOSED = "planned_tensor_exposed"
 """Key of a profile's training: part of the time of a gather or scatter of tensor ranks that is left where it travels in
 parts beside the product in front of it or behind it; there where a plan asks for that."""
+DISPATCH_S = 0.9e-3
+"""What a host of software that launches operators one by one does around each message of tokens to experts, beside what
+a network's graph has: counts of tokens are gathered and read back, tokens permuted and sorted, and every expert's
+product launched (some twenty operators of ``moe_utils`` and ``token_dispatcher`` of Megatron-Core). Chosen with
+published steps of H100 and B200 in view, among them neither those of clusters with EFA nor those of PithTrain."""
+GRAPHED = 10.0
+"""How much less of the host's time a kernel takes that is replayed in a CUDA graph: next to a microsecond
+(developer.nvidia.com/blog/constant-time-launch-for-straight-line-cuda-graphs)."""
 LATE_LAUNCHES = 2.0
 """By how many launches a rank is late for each doubling of the processors whose ranks meet; those of one processor
 launch together. Chosen with published steps in view."""
@@ -128,14 +140,19 @@ def pass_time(hardware: Hardware, whole_s: FloatArray, launches: FloatArray) -> 
     return np.asarray(high * (1 + (low / np.maximum(high, 1e-30)) ** SHARPNESS) ** (1 / SHARPNESS))
 
 
-def message_launches(hardware: Hardware, group: GroupShape) -> float:
-    """Launches that a message takes until the last rank of its group has begun it, 0 where software is not known."""
+def message_launches(hardware: Hardware, group: GroupShape, collective: Collective, axis: str) -> float:
+    """Launches that a message takes until the last rank of its group has begun it, 0 where software is not known.
+
+    Those of tokens on their way to experts take the launches of their dispatcher, too.
+    """
     launches = hardware.training.get(MESSAGE_LAUNCHES, 0.0)
     if not launches or group.size == 1:
         return 0.0
     inside = group.size if group.outermost == 0 else group.within(0)
     processors = max(1.0, min(inside, hardware.devices_per_node) * PROCESSORS / hardware.devices_per_node)
-    return launches + LATE_LAUNCHES * math.log2(processors)
+    dispatch_s = hardware.training.get(DISPATCH, 0.0) if of_tokens(collective, axis) else 0.0
+    around = dispatch_s / launch_time(hardware) if dispatch_s and launch_time(hardware) else 0.0
+    return launches + LATE_LAUNCHES * math.log2(processors) + around
 
 
 def paced(

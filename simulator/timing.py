@@ -99,7 +99,7 @@ def task_times(tasks: Sequence[Task], axes: Sequence[ProgramAxis], hardware: Har
         payload = np.array([tasks[i].payload_bytes for i in messages])
         sharded = np.array([tasks[i].sharded for i in messages])
         seconds[messages] = message_time(hardware, collective, payload, shapes[axis], sharded, axis)
-        calls[messages] = 0.0 if axis == BATCH_AXIS else message_launches(hardware, shapes[axis])
+        calls[messages] = 0.0 if axis == BATCH_AXIS else message_launches(hardware, shapes[axis], collective, axis)
         if hardware.copies_apart:
             copied = np.array([tasks[i].copied_bytes for i in messages])
             seconds[messages] += copy_time(hardware, copied, computing)

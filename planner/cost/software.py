@@ -39,7 +39,18 @@ from simulator.errors import InputError
 from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
 from simulator.hardware import Hardware, Uncertainty
 from simulator.kernels.convolution import COPIES
-from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, MICRO_BATCH, SEND_STALL, SHARDED, STEP, TENSOR_EXPOSED
+from simulator.launches import (
+    DISPATCH,
+    DISPATCH_S,
+    GRAPHED,
+    LAUNCH,
+    MESSAGE_LAUNCHES,
+    MICRO_BATCH,
+    SEND_STALL,
+    SHARDED,
+    STEP,
+    TENSOR_EXPOSED,
+)
 from simulator.profile_file import validation_problems
 from simulator.profiles import load_profile
 
@@ -303,6 +314,11 @@ def _as_run_by(hardware: Hardware, software: str, file: SoftwareFile) -> Hardwar
     if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
         training[LAUNCH] = own["launch_s"] * training.get("launch", 1.0)
         training[MESSAGE_LAUNCHES] = 1.0
+        training[DISPATCH] = DISPATCH_S * training.get("launch", 1.0)
+        if known.memory.captured_graphs or known.memory.captured_step:
+            training[LAUNCH] /= GRAPHED
+        if known.memory.captured_step:
+            training[DISPATCH] = 0.0
     training |= {key: own[name] for key, name in _FIXED.items() if name in own}
     if known.fused_sums:
         training[SUMS] = 0.0

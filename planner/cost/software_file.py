@@ -100,6 +100,7 @@ class MemoryHabits(Part):
     eager_kernels: bool = False
     fixed_workspaces: bool = False
     captured_graphs: bool = False
+    captured_step: bool = False
     grouped_products: bool = False
     pipelines_in_flight: NonNegative = 0
     loss_chunks: Annotated[int, Field(ge=1)] = 1

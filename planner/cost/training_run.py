@@ -238,7 +238,9 @@ class TrainingSetup:
     fixed_workspaces: bool = False
     """cuBLAS has workspaces of 32 MiB a stream (``CUBLAS_WORKSPACE_CONFIG=:4096:8``), as reproducible runs ask for."""
     captured_graphs: bool = False
-    """Layers are replayed as CUDA graphs."""
+    """Layers are replayed as CUDA graphs, experts' products and messages apart."""
+    captured_step: bool = False
+    """The whole step is replayed as one CUDA graph, for which what experts hold has room for any routing."""
     grouped_products: bool = False
     """Experts of a rank are multiplied by one call, on several streams (Transformer Engine's ``GroupedLinear``)."""
     pipelines_in_flight: int = 0

@@ -37,6 +37,7 @@ _GATHERS = frozenset({"aten.gather.default"})
 """Read at any place of a whole tensor, and pass on what they read."""
 _SCATTERS = frozenset({"aten.scatter.src", "aten.scatter_add.default"})
 """Take what is made for them, and write to any place of a whole tensor."""
+_PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
 _SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_full.default", "aten.zeros_like.default"})
 """Read nothing of their tensor."""
 _WHOLE_NUMBERS = frozenset({"int64", "int32", "bool"})
@@ -153,15 +154,26 @@ class _Fusion:
             found |= self._of_group(members)
         for index in self._beside_attention() if fuses else ():
             found[index] = self._nothing(index)
-        if self.joined:
-            for index in self._sums_in_products():
-                found[index] = self._nothing(index)
+        for index in self.sums_in_products:
+            found[index] = self._nothing(index)
         if self.kind == LIBRARY:
             self._routed(found)
         for index, shares in chain(self._filled() if fuses else (), self._products() if self.joined else ()):
             before = found.get(index, (1.0,) * len(shares))
             found[index] = tuple(one * other for one, other in zip(before, shares, strict=True))
         return {index: shares for index, shares in found.items() if any(share != 1.0 for share in shares)}
+
+    @cached_property
+    def sums_in_products(self) -> frozenset[int]:
+        """Sums of the gradients of a tensor that one product, of experts too, reads where the graph has several."""
+        summed: set[int] = set()
+        for index, node in enumerate(self.graph.nodes) if self.joined else ():
+            sources = [self.base(ref).node for ref in node.tensor_inputs]
+            if node.role is Role.GRADIENT_SUM and all(
+                source in summed or self.graph.nodes[source].op in _PRODUCTS for source in sources
+            ):
+                summed.add(index)
+        return frozenset(summed)
 
     def _nothing(self, index: int) -> tuple[float, ...]:
         node = self.graph.nodes[index]
@@ -199,9 +211,11 @@ class _Fusion:
         norm = self.kind == COMPILER and node.kernel is Kernel.NORMALIZATION
         return node.kernel in _POINTWISE or node.kernel is Kernel.REDUCTION or node.op in _SCATTERS or norm
 
-    def _joins(self, source: Node, target: Node) -> bool:
+    def _joins(self, source_index: int, target_index: int) -> bool:
+        source, target = self.graph.nodes[source_index], self.graph.nodes[target_index]
         made = source.role in _RUN and source.phase is target.phase and _block(source) == _block(target)
-        return made and self._passes_on(source) and self._takes(target)
+        own = source_index not in self.sums_in_products and target_index not in self.sums_in_products
+        return made and own and self._passes_on(source) and self._takes(target)
 
     @cached_property
     def levels(self) -> list[int]:
@@ -211,7 +225,7 @@ class _Fusion:
         for index, node in enumerate(nodes):
             sources = [self.base(ref).node for ref in node.tensor_inputs] if node.role in _RUN else []
             view = self.bases[index] is not None
-            steps = ((s, nodes[s].role in _RUN and not view and not self._joins(nodes[s], node)) for s in sources)
+            steps = ((s, nodes[s].role in _RUN and not view and not self._joins(s, index)) for s in sources)
             found[index] = max((found[s] + apart for s, apart in steps), default=0)
         return found
 
@@ -233,9 +247,9 @@ class _Fusion:
                 source = nodes[ref.node]
                 if source.role not in _RUN:
                     continue
-                if level[ref.node] == level[index] and self._joins(source, node):
+                if level[ref.node] == level[index] and self._joins(ref.node, index):
                     shared.add_edge(ref.node, index)
-                if node.kernel in _POINTWISE:
+                if node.kernel in _POINTWISE and index not in self.sums_in_products:
                     shared.add_edge(beside.setdefault((ref, node.phase, _block(node), level[index]), index), index)
         return sorted(map(sorted, nx.connected_components(shared)))
 
@@ -419,15 +433,4 @@ class _Fusion:
             copied = repeats and readers and all(nodes[user].kernel is Kernel.ATTENTION for user in readers)
             summed = node.kernel is Kernel.REDUCTION and nodes[source.node].kernel is Kernel.ATTENTION
             if (node.kernel is Kernel.COPY and copied) or summed:
-                yield index
-
-    def _sums_in_products(self) -> Iterator[int]:
-        """Sums of the gradients of a tensor that one product reads where the graph has several."""
-        summed: set[int] = set()
-        for index, node in enumerate(self.graph.nodes):
-            sources = [self.base(ref).node for ref in node.tensor_inputs]
-            if node.role is Role.GRADIENT_SUM and all(
-                source in summed or self.graph.nodes[source].op == "aten.mm.default" for source in sources
-            ):
-                summed.add(index)
                 yield index

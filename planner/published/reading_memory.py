@@ -25,6 +25,7 @@ class MemorySettings(TypedDict):
     reduce_bucket_elements: float
     fixed_workspaces: bool
     captured_graphs: bool
+    captured_step: bool
     grouped_products: bool
     pipelines_in_flight: int
     loss_chunks: int
@@ -51,6 +52,9 @@ def memory_settings(row: FileRow) -> MemorySettings:
         # Megatron's ``--deterministic-mode`` insists on ``CUBLAS_WORKSPACE_CONFIG``.
         fixed_workspaces="deterministic-mode" in words,
         captured_graphs=bool(re.search(r"cuda[-_ ]?graph", words)),
+        captured_step=bool(
+            re.search(r"cuda[-_ ]?graph (of the )?whole|full[-_ ]iteration", words) or "maxtext" in framework
+        ),
         grouped_products="grouped-gemm" in words,
         pipelines_in_flight=_pipelines_in_flight(words),
         loss_chunks=_loss_chunks(row, framework),

@@ -190,11 +190,16 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     elif re.search(r"torchtitan|torchtune|flash", framework) or (
         re.search(r"fsdp|deepspeed|pytorch 2", framework) and date >= "2023"
     ):
-        kernel = AttentionKernel.FLASH2
+        # FlashAttention-2 of PyTorch runs on Blackwell as on Ampere; scaled_dot_product_attention takes cuDNN there.
+        kernel = AttentionKernel.VENDOR if _on_blackwell(row) else AttentionKernel.FLASH2
     else:
         kernel = AttentionKernel.UNFUSED
     notes.append(f"attention kernel not stated: {kernel}")
     return kernel
+
+
+def _on_blackwell(row: FileRow) -> bool:
+    return re.search(r"[bg]b?[23]00", row.text("accelerator").lower()) is not None
 
 
 def _triton_by_default(text: str, framework: str, date: str) -> bool:
@@ -216,7 +221,9 @@ def _without_flash(row: FileRow) -> bool:
 
 def _stated_attention(text: str, row: FileRow, used: Stack, date: str) -> AttentionKernel:
     if "flash" in text or re.search(r"cudnn|vendor", text):
-        if is_ascend(row) or "cudnn" in text or "vendor" in text:
+        # FlashAttention-3 and -4 are as fast as the device's own kernel (arXiv:2407.08608, arXiv:2603.05451).
+        newer = re.search(r"fa[34]|flash(?:_?-?attn|_?-?attention)?[ _-]?v?[34]", text)
+        if is_ascend(row) or newer or "cudnn" in text or "vendor" in text:
             return AttentionKernel.VENDOR
         first = re.search(r"v1|flash(?:_?attention)?[ _-]?1", text) and "2" not in text
         return (
@@ -408,8 +415,11 @@ def sends_tokens_once(row: FileRow) -> bool:
 
     They set ``moe_flex_dispatcher_backend`` for networks with experts; others keep the all-to-all of copies.
     """
-    stated = re.search(r"deepep|hybrid-?ep", all_words(row))
-    return bool(stated) or "megatron-bridge" in f"{row.text('framework')} {row.text('source')}".lower()
+    words = all_words(row)
+    if re.search(r"dispatcher[ =](alltoall|a2a|allgather)", words):
+        return False
+    of_bridge = "megatron-bridge" in f"{row.text('framework')} {row.text('source')}".lower()
+    return of_bridge or re.search(r"deepep|hybrid-?ep", words) is not None
 
 
 def functional_test(row: FileRow) -> bool:

@@ -49,6 +49,14 @@ def test_members_of_a_node_are_reached_together(size: int, stride: int, places: 
     assert share == pytest.approx(places * (1 - (1 - 1 / places) ** 8) / 8)
 
 
+def test_ranks_of_a_rack_joined_by_nvlink_are_reached_one_by_one() -> None:
+    """A tray of NVL72 has four of them; eight in two trays are as far apart as eight of a DGX."""
+    rack = load_profile("gb200-nvl72")
+    rack = replace(rack, training={**rack.training, SENT_ONCE: 8.0})
+    shares = [sent_share(hw, Collective.ALL_TO_ALL, "expert", group_shape(hw, 8, 1)) for hw in (ONCE, rack)]
+    assert shares[0] == pytest.approx(shares[1])
+
+
 def test_tokens_alone_travel_otherwise() -> None:
     hidden = told(**{EXPERT_EXPOSED: 0.25, SENT_ONCE: 8.0})
     group, payload = group_shape(DGX, 32, 1), np.array([1e6, 1e8])

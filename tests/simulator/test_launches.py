@@ -97,11 +97,13 @@ def test_the_host_of_known_software_launches_messages_too_and_runs_ahead_of_them
 
 def test_ranks_of_two_processors_wait_for_each_other_at_a_message() -> None:
     groups = {size: group_shape(HARDWARE, size, 1) for size in (1, 2, 4, 8, 16)}
-    waits = {size: message_launches(named(), group) for size, group in groups.items()}
+    waits = {size: message_launches(named(), group, Collective.ALL_REDUCE, "tensor") for size, group in groups.items()}
     assert waits[1] == 0.0
     assert waits[2] == waits[4] == 1.0
     assert waits[8] == waits[16] == pytest.approx(3.0)
-    assert all(message_launches(hosted(EACH), group) == 0.0 for group in groups.values())
+    assert all(
+        message_launches(hosted(EACH), group, Collective.ALL_REDUCE, "tensor") == 0.0 for group in groups.values()
+    )
 
 
 kinds = st.lists(st.sampled_from([Kernel.MATMUL, Kernel.ELEMENTWISE, Kernel.REDUCTION, Kernel.VIEW, Kernel.COPY]))

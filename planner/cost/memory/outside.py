@@ -42,7 +42,7 @@ def workspace_bytes(traits: MemoryTraits, setup: TrainingSetup, hardware: Hardwa
     if setup.grouped_products and setup.stack is Stack.TRANSFORMER_ENGINE:
         recent = family in ("hopper", "blackwell")
         own += _GROUPED_STREAMS * (_LARGE_GROUPED_BYTES if recent else _GROUPED_BYTES)
-    if setup.captured_graphs:
+    if setup.captured_graphs or setup.captured_step:
         large = setup.fixed_workspaces or family == "hopper"
         own += _CAPTURED_WORKSPACES * (_LARGE_CUBLAS_BYTES if large else _CUBLAS_BYTES)
     return own

@@ -62,9 +62,9 @@ class MeshCosts:
             seconds[alone:] *= payload_bytes[alone:] / fused
         return seconds
 
-    def launches(self, axis: int) -> float:
+    def launches(self, collective: Collective, axis: int) -> float:
         """Launches that a message on a mesh axis takes (`simulator.launches`)."""
-        return message_launches(self.hardware, self._groups[axis])
+        return message_launches(self.hardware, self._groups[axis], collective, self.mesh.axes[axis].name)
 
     def copy_time(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of slices and masks, which read and write `moved_bytes`, arrays of one shape."""

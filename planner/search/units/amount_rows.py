@@ -240,9 +240,9 @@ class Messages:
     def calls(self, costs: MeshCosts) -> FloatArray:
         """Launches of all slots on one mesh, shape (slots,)."""
         found = np.zeros(self.count)
-        for (_, axis, _), slots in self._slots.items():
+        for (collective, axis, _), slots in self._slots.items():
             if axis < len(costs.mesh.axes):
-                found[slots] = costs.launches(axis)
+                found[slots] = costs.launches(collective, axis)
         return found
 
     def waits(
@@ -261,5 +261,5 @@ class Messages:
             size = costs.mesh.axes[axis].size
             waits = waiting_time(group.message, size, sent.reshape(payload.shape), work_s[:, rows])
             np.add.at(inside.T, rows, np.where(payload > 0, waits, 0.0).T)
-            np.add.at(calls.T, rows, np.where(payload > 0, costs.launches(axis), 0.0).T)
+            np.add.at(calls.T, rows, np.where(payload > 0, costs.launches(group.message.collective, axis), 0.0).T)
         return inside, calls

@@ -51,10 +51,21 @@ from planner.plans.pins import Pins
 from planner.plans.plan import stored_parameters
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
+from simulator.hardware import Hardware
 from simulator.kernels.convolution import COPIES
-from simulator.launches import LAUNCH, fixed_time, known_software, send_stall, sharded_factor
+from simulator.launches import (
+    DISPATCH_S,
+    GRAPHED,
+    LAUNCH,
+    fixed_time,
+    known_software,
+    message_launches,
+    send_stall,
+    sharded_factor,
+)
 from simulator.profiles import load_profile
 from simulator.program import Collective, Kernel
+from simulator.topology import group_shape
 from tests.planner.execution.small import place
 from tests.planner.lowering.steps import lowered_of, tasks_of
 from tests.planner.search.problems import captured
@@ -108,6 +119,25 @@ def test_without_a_name_nothing_changes() -> None:
     assert exchange_of("", Exchange()) == Exchange()
 
 
+def test_graphs_spare_the_host_its_launches_and_whole_steps_its_dispatch_of_tokens() -> None:
+    """A graph of layers leaves the experts' tokens to the host."""
+    plain, layers, step = (
+        as_run_by(DGX, name)
+        for name in ("megatron_core", "megatron_core:captured_graphs=true", "megatron_core:captured_step=true")
+    )
+    groups = {axis: group_shape(DGX, 8, 1) for axis in ("expert", "tensor")}
+
+    def host_s(hardware: Hardware, axis: str) -> float:
+        calls = message_launches(hardware, groups[axis], Collective.ALL_TO_ALL, axis)
+        return calls * hardware.training[LAUNCH]
+
+    assert host_s(plain, "tensor") == pytest.approx(GRAPHED * host_s(layers, "tensor"))
+    for hardware in (plain, layers):
+        dispatch_s = host_s(hardware, "expert") - host_s(hardware, "tensor")
+        assert dispatch_s == pytest.approx(DISPATCH_S * DGX.training["launch"])
+    assert host_s(step, "expert") == pytest.approx(host_s(step, "tensor"))
+
+
 @pytest.mark.parametrize("name", SOFTWARE)
 def test_every_software_has_what_its_stack_was_fitted_to(name: str) -> None:
     stacks = shipped_software().coefficients.stacks
@@ -117,7 +147,8 @@ def test_every_software_has_what_its_stack_was_fitted_to(name: str) -> None:
         if name in ("mindspore", "mindformers")
         else f"{known.stack}{'_deterministic' * known.deterministic}"
     ]
-    assert found.training[LAUNCH] == pytest.approx(own["launch_s"] * DGX.training["launch"])
+    each = own["launch_s"] * DGX.training["launch"]
+    assert found.training[LAUNCH] == pytest.approx(each / GRAPHED if known.memory.captured_step else each)
     assert known_software(found)
     assert fixed_time(found, 3) == pytest.approx(own["step_overhead_s"] + 3 * own["micro_batch_overhead_s"])
     assert found.overlaps_communication == known.overlaps

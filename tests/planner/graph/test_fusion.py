@@ -116,6 +116,19 @@ def test_tokens_are_permuted_in_kernels_that_move_them_once() -> None:
     assert moved[LIBRARY] < 0.55 * moved[""]
 
 
+def test_a_product_sums_the_gradients_of_what_it_reads() -> None:
+    """A gate and what it opens read the same tokens, in experts too."""
+    graph = captured("zoo:mixtral-8x7b", LIBRARY)
+    products = {
+        node.module: node
+        for node in graph.nodes
+        if node.role is Role.GRADIENT_SUM
+        and {graph.nodes[in_memory(graph, ref).node].op for ref in node.tensor_inputs} == {"aten.bmm.default"}
+    }
+    assert any("experts" in module for module in products)
+    assert not any(sum(traffic_sizes(graph, node)) for node in products.values())
+
+
 def test_grouped_products_have_rows_for_tokens_alone() -> None:
     """Two experts of eight for each token: places for a quarter more are not multiplied."""
     plain, graph = (captured("zoo:mixtral-8x7b", kind) for kind in ("", LIBRARY))

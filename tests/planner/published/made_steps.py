@@ -40,10 +40,16 @@ def made_runs() -> list[tuple[TrainingRun, str]]:
     ]
 
 
+def facts(one: TrainingRun) -> tuple[object, ...]:
+    """What made runs differ in."""
+    setup = one.setup
+    return str(setup.stack), setup.tp, setup.dp, setup.pp, setup.ep, setup.micro_batch, setup.micro_batches
+
+
 def made_responses(runs: list[TrainingRun]) -> Responses:
     """Plans of half a second to five, made of the kinds of work that matter; equal runs have equal plans."""
     drawn = [
-        np.random.default_rng(zlib.crc32(repr((each.network.name, each.setup, each.hardware.name)).encode()))
+        np.random.default_rng(zlib.crc32(repr((each.network.name, *facts(each), each.hardware.name)).encode()))
         for each in runs
     ]
     usual = np.array([{"matmul": 8.0, "memory": 4.0}.get(work.name, 0.5) for work in WORK] + [1.0])

@@ -89,6 +89,14 @@ def test_scaling_of_aleph_alpha(tmp_path: Path) -> None:
         ({"other_flags": "dispatcher=A2A"}, "tokens_sent_once", False),
         ({"other_flags": "dispatcher=A2A"}, "overlap_experts", False),
         ({"framework": "Megatron-Bridge"}, "tokens_sent_once", True),
+        ({"framework": "Megatron-Bridge", "other_flags": "dispatcher alltoall"}, "tokens_sent_once", False),
+        ({"other_flags": "CUDA graph of the whole iteration"}, "captured_step", True),
+        ({"other_flags": "CUDA graph of attn, moe_router"}, "captured_step", False),
+        ({"framework": "torchtitan", "accelerator": "B200", "attention_impl": ""}, "attention", "vendor"),
+        ({"framework": "torchtitan", "accelerator": "H100-80GB", "attention_impl": ""}, "attention", "flash2"),
+        ({"attention_impl": "flash-attn-4"}, "attention", "vendor"),
+        ({"attention_impl": "FlashAttention-3"}, "attention", "vendor"),
+        ({"attention_impl": "flash-attn 2.8.3"}, "attention", "flash2"),
     ],
 )
 def test_words_of_single_stacks(tmp_path: Path, changes: dict[str, str], field: str, value: object) -> None:
