@@ -12,11 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.predicted_runs import PROFILES, Predictor
-from planner.cost.software_file import shipped_software
-from planner.cost.stacks import family_of, usual_launch_s
-from planner.published.fitting import FloatArray
-from planner.published.pinned import PinnedRun
-from planner.published.step_factors import (
+from benchmarks.step_factors import (
     NAMES,
     PlannedSteps,
     StepFactors,
@@ -24,6 +20,10 @@ from planner.published.step_factors import (
     fit_factors,
     left_out_s,
 )
+from planner.cost.software_file import shipped_software
+from planner.cost.stacks import family_of, usual_launch_s
+from planner.published.fitting import FloatArray
+from planner.published.pinned import PinnedRun
 from simulator.calibration.profile_text import with_fields
 from simulator.hardware import PROFILE_SUFFIX, Hardware
 from simulator.launches import LAUNCH

@@ -19,7 +19,7 @@ already accounted for: when a mesh axis communicates, all its groups do. Where d
 PCIe tree, a group of part of a node has part of its links: `topology.node_shares` gives the part of the innermost
 bandwidth that is left, for rings (and all that moves as little: trees, meshes), exchanges and sends.
 
-The messages of every algorithm are in `simulator.collective_patterns`; tests simulate them flow by flow.
+Tests simulate the messages of every algorithm flow by flow.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from simulator.pipeline_operators import LABELS, in_one_stream, operator_table
 from simulator.pipeline_passes import simulate_operators
 from simulator.profiles import load_profile
 from simulator.stragglers import slow_ranks
-from simulator.table_copies import expand
 from tests.planner.lowering.plans import one_stage, pipelined
 from tests.planner.search.problems import captured
+from tests.simulator.table_copies import expand
 
 GRAPH = captured("gpt2-tiny")
 HARDWARE = load_profile("dgx-a100")

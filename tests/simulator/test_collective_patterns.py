@@ -9,14 +9,16 @@ from math import sqrt
 
 import pytest
 
-from simulator import collective_patterns as patterns
+from simulator.collective_patterns import direct_send, pairwise_all_to_all, ring_gather
 from simulator.collectives import ALGORITHMS, Cost, pinned_cost
 from simulator.errors import ProfileError
-from simulator.flows import Message, simulate_rounds
+from simulator.flows import Message
 from simulator.hardware import FabricGraph, Hardware, Level, NodeGraph
 from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.topology import Topology, group_shape, topology_graph
+from tests.simulator import collective_rounds as patterns
+from tests.simulator.collective_rounds import simulate_rounds
 
 A0, B0, A1, B1 = 1e-6, 100e9, 5e-6, 10e9
 HUGE = 1e15
@@ -69,8 +71,8 @@ ACROSS = [(4, 8), (2, 8), (8, 8)]
 @pytest.mark.parametrize(
     ("collective", "algorithm", "pattern"),
     [
-        (AG, "ring", patterns.ring_gather),
-        (RS, "ring", patterns.ring_gather),
+        (AG, "ring", ring_gather),
+        (RS, "ring", ring_gather),
         (AR, "ring", patterns.ring_all_reduce),
         (AG, "hierarchical", patterns.hierarchical_gather),
         (AR, "hierarchical", patterns.hierarchical_all_reduce),
@@ -79,8 +81,8 @@ ACROSS = [(4, 8), (2, 8), (8, 8)]
         (AR, "halving-doubling", patterns.halving_doubling_all_reduce),
         (RS, "mesh", patterns.mesh_scatter),
         (AR, "mesh", patterns.mesh_all_reduce),
-        (A2A, "pairwise", patterns.pairwise_all_to_all),
-        (Collective.SEND, "direct", patterns.direct_send),
+        (A2A, "pairwise", pairwise_all_to_all),
+        (Collective.SEND, "direct", direct_send),
     ],
 )
 def test_on_one_level_the_formula_is_the_simulation(
@@ -120,17 +122,15 @@ def test_level_after_level_the_formula_is_the_simulation(
 def test_rings_over_nodes_move_bytes_as_the_formula_says(size: int, stride: int) -> None:
     """The network binds: exact. In latency, rounds wait for the slowest hop, so they take longer than the formula."""
     cost = formula(AG, "ring", size, stride)
-    assert simulated(patterns.ring_gather, HUGE, size, stride) / HUGE == pytest.approx(cost.seconds_per_byte, rel=1e-3)
-    assert simulated(patterns.ring_gather, 0.0, size, stride) == pytest.approx((size - 1) * A1)
+    assert simulated(ring_gather, HUGE, size, stride) / HUGE == pytest.approx(cost.seconds_per_byte, rel=1e-3)
+    assert simulated(ring_gather, 0.0, size, stride) == pytest.approx((size - 1) * A1)
     assert cost.latency_s < (size - 1) * A1
 
 
 def test_an_exchange_over_nodes_moves_bytes_as_the_formula_says() -> None:
     for size in (16, 32, 64):
         cost = formula(A2A, "pairwise", size)
-        assert simulated(patterns.pairwise_all_to_all, 1e12, size, 1) / 1e12 == pytest.approx(
-            cost.seconds_per_byte, rel=1e-3
-        )
+        assert simulated(pairwise_all_to_all, 1e12, size, 1) / 1e12 == pytest.approx(cost.seconds_per_byte, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_mesh_sends_to_all_at_once() -> None:
         assert cost.seconds_per_byte == pytest.approx(2 * 7 / size / B0)
         exchange = formula(A2A, "pairwise", size, stride, "full-mesh")
         expected = exchange.latency_s + 1e9 * exchange.seconds_per_byte
-        assert simulated(patterns.pairwise_all_to_all, 1e9, size, stride, "full-mesh") == pytest.approx(expected)
+        assert simulated(pairwise_all_to_all, 1e9, size, stride, "full-mesh") == pytest.approx(expected)
         send = formula(Collective.SEND, "direct", size, stride, "full-mesh")
         assert send.seconds_per_byte == pytest.approx(7 / B0)
 
@@ -201,11 +201,11 @@ def test_every_member_gets_its_bytes() -> None:
     for blocks in (groups(8, 1)[0], groups(32, 1)[0], groups(4, 8)[0]):
         members = [device for block in blocks for device in block]
         for pattern in (
-            patterns.ring_gather,
+            ring_gather,
             patterns.hierarchical_gather,
             patterns.halving_doubling_gather,
             patterns.mesh_gather,
-            patterns.pairwise_all_to_all,
+            pairwise_all_to_all,
         ):
             got = dict.fromkeys(members, 0.0)
             for step in pattern(blocks, 1.0):

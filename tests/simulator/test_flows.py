@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.errors import ProfileError
-from simulator.flows import Message, max_min_rates, simulate_rounds
+from simulator.flows import Message, max_min_rates
 from simulator.topology import NodeSpec, Topology, node_topology
+from tests.simulator.collective_rounds import simulate_rounds
 
 
 def rates(caps: list[float], uses: list[dict[int, float]], capacities: list[float]) -> list[float]:

@@ -16,9 +16,9 @@ from simulator.errors import ProgramError
 from simulator.fast_beside import run_beside, runs_alone
 from simulator.flows import max_min_rates
 from simulator.table_builder import TableBuilder
-from simulator.table_copies import expand
 from simulator.task_groups import group_tasks
 from simulator.task_table import StreamKind, TaskTable
+from tests.simulator.table_copies import expand
 from tests.simulator.task_tables import tables
 
 Run = Callable[[TaskTable], tuple[np.ndarray, np.ndarray]]

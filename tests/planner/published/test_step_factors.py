@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.published.step_factors import NAMES, PlannedSteps, centres, fit_factors, left_out_s
+from benchmarks.step_factors import NAMES, PlannedSteps, centres, fit_factors, left_out_s
 
 FAMILIES = ("ampere", "hopper")
 KNOWN = {"ampere": np.full(len(NAMES), 1.1), "hopper": np.full(len(NAMES), 1.2), "volta": np.full(len(NAMES), 1.3)}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from planner.graph.operator_graph import DROPOUT
-from planner.sharding.checking import assemble, cut
 from planner.sharding.context import positions_of
 from planner.sharding.local_call import Moment
 from planner.sharding.local_dropout import dropped
@@ -18,6 +17,7 @@ from planner.sharding.local_operator import Alone, prepare
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule, rules_for
 from planner.sharding.sequence import SequenceCut
+from tests.planner.sharding.checking import assemble, cut
 from tests.planner.sharding.single_nodes import Given, one_node
 
 SHAPE = (4, 8, 6)

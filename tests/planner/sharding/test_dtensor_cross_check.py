@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from planner.graph.operator_graph import Node, OperatorGraph
-from planner.sharding.checking import distinct_nodes
 from planner.sharding.local_call import Slot, local_call, operator
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement
 from planner.sharding.rules import rules_for
 from simulator.torch_versions import torch_version
+from tests.planner.sharding.checking import distinct_nodes
 from tests.planner.sharding.small_networks import NETWORKS, graph
 
 try:

@@ -22,10 +22,10 @@ from planner.graph.scaling import at_batch, at_precision
 from planner.networks.loading import load_network
 from planner.networks.zoo.table import ZOO
 from planner.sharding import rule_table
-from planner.sharding.checking import distinct_nodes, divides, rule_error
 from planner.sharding.local_call import operator
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule, rules_for
+from tests.planner.sharding.checking import distinct_nodes, divides, rule_error
 from tests.planner.sharding.single_nodes import Given, indices, one_node
 from tests.planner.sharding.small_networks import NETWORKS, BatchTensor, graph
 
