@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from simulator.calibration.fit_rows import Rows
+from simulator.calibration.fit_rows import TILES, Rows
 from simulator.calibration.fits import Fit, FloatArray, minimise, rounded
 from simulator.calibration.measurement_files import need, read_measurements
 from simulator.hardware import AttentionModel, AttentionPasses, Hardware, MatmulModel
@@ -75,7 +75,7 @@ def fit_matmul(hardware: Hardware, rows: Rows, frame: pd.DataFrame, dtype: str) 
         return np.asarray(matmul_time(changed, dtype, m, n, k) + cast_bytes * m * k / hardware.memory_bandwidth)
 
     best: tuple[float, MatmulModel, float] | None = None
-    for tiles in rows.tiles:
+    for tiles in TILES[rows.tiles]:
 
         def model_of(values: FloatArray, tiles: tuple[tuple[int, int], ...] = tiles) -> MatmulModel:
             return MatmulModel(
