@@ -57,8 +57,11 @@ class Rows:
 
 def _read() -> tuple[Rows, ...]:
     text = (resources.files(__package__) / "fit_rows.yaml").read_text(encoding="utf-8")
-    items: list[dict[str, Any]] = yaml.safe_load(text)
-    return tuple(Rows(**{key: tuple(v) if isinstance(v, list) else v for key, v in item.items()}) for item in items)
+    items: list[dict[str, Any]] = [
+        {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
+        for item in yaml.safe_load(text)
+    ]
+    return tuple(Rows(**item) for item in items)
 
 
 ROWS = _read()
