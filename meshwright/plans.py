@@ -592,6 +592,7 @@ def plan(
     software: str | None = None,
     attention: str | None = None,
     norms: str | None = None,
+    expert_imbalance: float = 1.0,
     memory_headroom: float = 0.0,
     hints: Sequence[Hint] = (),
     top: int = 5,
@@ -620,6 +621,8 @@ def plan(
         As on the command line.
     software, attention, norms
         What it will run on; what is usual by default.
+    expert_imbalance
+        Tokens of the busiest rank of experts over an even share, at least 1.
     memory_headroom
         Part of a device's usable memory that a plan leaves free, from 0 to 1.
     hints
@@ -667,6 +670,7 @@ def plan(
             software=software or "",
             attention=attention or "",
             norms=norms or "",
+            expert_imbalance=expert_imbalance,
             memory_headroom=memory_headroom,
         )
     )

@@ -105,6 +105,7 @@ def what_if(
     software: str | None = None,
     attention: str | None = None,
     norms: str | None = None,
+    expert_imbalance: float = 1.0,
     memory_headroom: float = 0.0,
     settings: Mapping[str, Sequence[object]] | None = None,
     jobs: int = 1,
@@ -131,7 +132,7 @@ def what_if(
         Local processes that plan side by side.
     cluster
         ``dask://HOST:PORT`` of a scheduler whose workers plan instead.
-    seq_len, precision, optimizer, software, attention, norms, memory_headroom, pins, **pinned
+    seq_len, precision, optimizer, software, attention, norms, expert_imbalance, memory_headroom, pins, **pinned
         As `meshwright.plan` has them.
 
     Raises
@@ -165,6 +166,7 @@ def what_if(
         software=software or "",
         attention=attention or "",
         norms=norms or "",
+        expert_imbalance=expert_imbalance,
         memory_headroom=memory_headroom,
         settings=tuple((key, tuple(map(str, values))) for key, values in (settings or {}).items()),
     )

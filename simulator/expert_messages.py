@@ -22,6 +22,8 @@ AXIS = "expert"
 EXPERT_EXPOSED = "planned_expert_exposed"
 """Key of a profile's training: part of the time of tokens' messages that is left where they travel beside another
 micro-batch; there where a plan asks for that."""
+EXPERT_LOAD = "planned_expert_load"
+"""Key of a profile's training: how much longer messages of tokens are for ranks whose experts get more than others."""
 SENT_ONCE = "planned_sent_once"
 """Key of a profile's training: experts that a token goes to, where it travels once to each node; there where a plan
 asks for that."""
@@ -39,14 +41,19 @@ def places_reached(places: Amount, chosen: Amount) -> Amount:
 def sent_share(hardware: Hardware, collective: Collective, axis: str, group: GroupShape) -> float:
     """Share of the bytes of a message that travels: less than all where a token goes once to each node of a group.
 
+    It is more where the experts of some rank get more tokens than an even share and the room beside it.
+
     Inside a node ranks take the place of nodes, and so they do inside a larger domain of fast links (NVL72).
     """
     chosen = hardware.training.get(SENT_ONCE, 0.0)
-    if not chosen or group.size == 1 or not of_tokens(collective, axis):
+    if group.size == 1 or not of_tokens(collective, axis):
         return 1.0
+    load = hardware.training.get(EXPERT_LOAD, 1.0)
+    if not chosen:
+        return load
     near = max(1, max(hardware.devices_per_node, hardware.levels[0].size) // group.stride)
     places = group.size / near if group.size > near else float(group.size)
-    return places_reached(places, chosen) / chosen
+    return load * places_reached(places, chosen) / chosen
 
 
 def expert_exposed(hardware: Hardware, collective: Collective, axis: str) -> float:

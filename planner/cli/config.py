@@ -54,6 +54,7 @@ class PlanSettings(BaseModel):
     software: str | None = None
     attention: str | None = None
     norms: str | None = None
+    expert_imbalance: float | None = None
     memory_headroom: float | None = None
     top: Annotated[int, Field(strict=True, ge=1, le=MAX_PLANS)] | None = None
     out: str | None = None

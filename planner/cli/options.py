@@ -133,6 +133,14 @@ NormsOption = Annotated[
         help="How RMSNorm runs: fused (one kernel) or unfused (single operators); by default as the software has it.",
     ),
 ]
+ExpertImbalanceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--expert-imbalance",
+        metavar="RATIO",
+        help="Tokens of the busiest rank of experts over an even share [1].",
+    ),
+]
 MemoryHeadroomOption = Annotated[
     float | None,
     typer.Option(

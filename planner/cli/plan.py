@@ -13,6 +13,7 @@ from planner.cli.arguments import takes
 from planner.cli.options import (
     AttentionOption,
     DebugFlag,
+    ExpertImbalanceOption,
     GlobalBatch,
     JsonFlag,
     MemoryHeadroomOption,
@@ -71,6 +72,7 @@ class PlanArguments:
     software: SoftwareOption = None
     attention: AttentionOption = None
     norms: NormsOption = None
+    expert_imbalance: ExpertImbalanceOption = None
     memory_headroom: MemoryHeadroomOption = None
     hints: Annotated[
         Path | None,
@@ -111,6 +113,7 @@ class PlanArguments:
             software=self.software,
             attention=self.attention,
             norms=self.norms,
+            expert_imbalance=self.expert_imbalance,
             memory_headroom=self.memory_headroom,
             top=self.top,
             out=None if self.out is None else str(self.out),
@@ -221,6 +224,7 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
         software=settings.software or "",
         attention=settings.attention or "",
         norms=settings.norms or "",
+        expert_imbalance=1.0 if settings.expert_imbalance is None else settings.expert_imbalance,
         memory_headroom=settings.memory_headroom or 0.0,
     )
 

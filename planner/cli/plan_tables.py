@@ -138,6 +138,8 @@ def stages_text(plan: Plan) -> str:
         "tokens sent beside another micro-batch": plan.expert_overlap,
     }
     parts += [said for said, holds in travelling.items() if holds]
+    if plan.expert_imbalance > 1.0:
+        parts.append(f"busiest experts at {plan.expert_imbalance:g} times an even share")
     if plan.copies > 1:
         parts.append(f"micro-batches in {plan.copies} copies")
     if plan.recompute != "none":

@@ -12,6 +12,7 @@ from planner.cli.arguments import takes
 from planner.cli.options import (
     AttentionOption,
     DebugFlag,
+    ExpertImbalanceOption,
     GlobalBatch,
     JsonFlag,
     MemoryHeadroomOption,
@@ -62,6 +63,7 @@ class WhatIfArguments:
     software: SoftwareOption = None
     attention: AttentionOption = None
     norms: NormsOption = None
+    expert_imbalance: ExpertImbalanceOption = None
     memory_headroom: MemoryHeadroomOption = None
     settings: Annotated[
         list[str] | None,
@@ -128,6 +130,7 @@ class WhatIfArguments:
             software=self.software or "",
             attention=self.attention or "",
             norms=self.norms or "",
+            expert_imbalance=1.0 if self.expert_imbalance is None else self.expert_imbalance,
             memory_headroom=self.memory_headroom or 0.0,
             settings=read_settings(self.settings or ()),
         )

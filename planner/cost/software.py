@@ -33,10 +33,11 @@ from planner.cost.stacks import USUAL_STACKS, Stack, factors_of, family_of, stac
 from planner.graph.attention import FUSED, WRITTEN_OUT, check_attention
 from planner.graph.norms import FUSED as FUSED_NORMS
 from planner.graph.norms import check_norms
+from planner.networks.zoo.configs import CAPACITY
 from planner.plans.capability import NAME_ENDS
 from planner.plans.exchange import Exchange
 from simulator.errors import InputError
-from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
+from simulator.expert_messages import EXPERT_EXPOSED, EXPERT_LOAD, SENT_ONCE
 from simulator.hardware import Hardware, Uncertainty
 from simulator.kernels.convolution import COPIES
 from simulator.launches import (
@@ -186,12 +187,14 @@ def as_run(
     tensor_overlap: bool = False,
     expert_overlap: bool = False,
     sent_once: int = 0,
+    expert_imbalance: float = 1.0,
 ) -> Hardware:
     """A cluster as the named software, with a kind of attention, runs on it; as it is where neither is named.
 
     With ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products, with ``expert_overlap`` tokens
     on their way to experts beside another micro-batch. Where a token goes to ``sent_once`` experts, it travels once to
-    each node that has some of them; 0 where it travels once for each expert.
+    each node that has some of them; 0 where it travels once for each expert. With ``expert_imbalance`` the busiest rank
+    of experts gets so many times an even share of the tokens: messages that have places for more have to have more.
     """
     found = as_run_by(hardware, software)
     told: dict[str, float] = {}
@@ -207,6 +210,8 @@ def as_run(
         told[EXPERT_EXPOSED] = _exposed(software, "context_exposed")
     if sent_once:
         told[SENT_ONCE] = float(sent_once)
+    if expert_imbalance > CAPACITY:
+        told[EXPERT_LOAD] = expert_imbalance / CAPACITY
     if told:
         named = "".join(f" {name}={value:g}" for name, value in told.items())
         found = replace(found, training={**found.training, **told}, hash=f"{found.hash}{named}")
@@ -228,6 +233,7 @@ def run_for(plan: Plan, hardware: Hardware) -> Hardware:
     return as_run(
         hardware, plan.software, plan.attention,
         tensor_overlap=plan.tensor_overlap, expert_overlap=plan.expert_overlap, sent_once=plan.sent_once,
+        expert_imbalance=plan.expert_imbalance,
     )  # fmt: skip
 
 

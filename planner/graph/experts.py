@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 from planner.graph.operator_graph import OperatorGraph
+from simulator.errors import InputError
 from simulator.program import Kernel
+
+MOST_IMBALANCE = 1e3
+
+
+def check_imbalance(ratio: float) -> float:
+    """The ratio of the busiest rank's tokens to an even share; InputError where it is none."""
+    if not (math.isfinite(ratio) and 1.0 <= ratio <= MOST_IMBALANCE):
+        raise InputError(
+            f"expert imbalance {ratio:g} is not between 1 and {MOST_IMBALANCE:g}: it is the tokens of the busiest rank "
+            "of experts over an even share; use 1 where a router spreads them evenly"
+        )
+    return ratio
 
 
 def experts_of(graph: OperatorGraph) -> int:

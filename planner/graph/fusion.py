@@ -103,6 +103,44 @@ def with_fusion(graph: OperatorGraph, kind: str, *, joined: bool = False) -> Ope
     return replace(graph, fusion=kind, nodes=tuple(nodes))
 
 
+def with_imbalance(graph: OperatorGraph, imbalance: float) -> OperatorGraph:
+    """The graph of a rank whose experts get so many times an even share of the tokens."""
+    if imbalance == 1.0:
+        return graph
+    nodes = list(graph.nodes)
+    for index, _, ports in of_places(graph):
+        node = nodes[index]
+        before = node.moved or (1.0,) * len(ports)
+        shares = tuple(share * imbalance if port else share for share, port in zip(before, ports, strict=True))
+        more = imbalance if node.kernel is Kernel.MATMUL and node.flops else 1.0
+        nodes[index] = replace(node, moved=shares, flops=more * node.flops)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def of_places(graph: OperatorGraph) -> Iterator[tuple[int, float, tuple[bool, ...]]]:
+    """Operators of experts, the part of their places that tokens fill, and which of their ports have rows of places."""
+    places: dict[str, tuple[int, float]] = {}
+    for node in graph.nodes:
+        if node.op == PLACES:
+            tokens, count = node.outputs[0].elements, node.outputs[-1].elements
+            places[_block(node)] = (count, min(1.0, tokens / count))
+    if not places:
+        return
+    fixed = {p.node for p in graph.parameters}
+    sums = {in_memory(graph, p.gradient) for p in graph.parameters if p.gradient is not None}
+    for index, node in enumerate(graph.nodes):
+        if node.role not in _RUN or (node.kernel is Kernel.VIEW and node.tensor_inputs) or _block(node) not in places:
+            continue
+        count, part = places[_block(node)]
+        refs = [*(in_memory(graph, ref) for ref in node.tensor_inputs)]
+        refs += [TensorRef(index, o) for o in range(len(node.outputs))]
+        ports = tuple(
+            ref.node not in fixed and ref not in sums and prod(graph.spec(ref).shape[:-1]) == count for ref in refs
+        )
+        if any(ports):
+            yield index, part, ports
+
+
 def _wide_norms(graph: OperatorGraph) -> dict[int, tuple[float, ...]]:
     """Return what single operators of root-mean-square norms move, as shares of their traffic in 16 bits.
 
@@ -348,24 +386,9 @@ class _Fusion:
         Networks give each expert as many places, some more than it gets tokens on average. Grouped products and the
         permutation around them have rows for tokens alone (Gale et al., MegaBlocks, arXiv:2211.15841, section 4).
         """
-        nodes = self.graph.nodes
-        places: dict[str, tuple[int, float]] = {}
-        for node in nodes:
-            if node.op == PLACES:
-                tokens, count = node.outputs[0].elements, node.outputs[-1].shape[-1]
-                if tokens < count:
-                    places[_block(node)] = (count, tokens / count)
-        fixed = {p.node for p in self.graph.parameters}
-        sums = {self.base(p.gradient) for p in self.graph.parameters if p.gradient is not None}
-        for index, node in enumerate(nodes):
-            if node.role not in _RUN or self.bases[index] is not None or _block(node) not in places:
-                continue
-            count, part = places[_block(node)]
-            ports = [*map(self.base, node.tensor_inputs), *(TensorRef(index, o) for o in range(len(node.outputs)))]
-            rows = [0 if ref.node in fixed or ref in sums else prod(self.graph.spec(ref).shape[:-1]) for ref in ports]
-            shares = tuple(part if each == count else 1.0 for each in rows)
-            if part in shares:
-                yield index, shares
+        for index, part, ports in of_places(self.graph):
+            if part < 1.0:
+                yield index, tuple(part if port else 1.0 for port in ports)
 
     def _products(self) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Products of one tensor with weights of one module, and their gradients: the first of each does all of it.

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.cost.work import update_traffic
+from planner.graph.fusion import of_places
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.bodies import unit_bodies
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
@@ -462,7 +463,10 @@ def _holders(places: Mapping[int, Sequence[tuple[int, ...]]], users: Sequence[in
 def _flops(lowering: _Lowering) -> float:
     """Floating point operations of one micro-batch of the whole network."""
     graph, units = lowering.source.graph, lowering.found.chain.units
-    of_unit = [sum(graph.nodes[i].flops for i in one.nodes if graph.nodes[i].role is Role.OPERATOR) for one in units]
+    # What the busiest rank of experts does beyond an even share, others leave.
+    more = dict.fromkeys((i for i, *_ in of_places(graph)), lowering.plan.expert_imbalance)
+    done = [node.flops / more.get(i, 1.0) if node.role is Role.OPERATOR else 0.0 for i, node in enumerate(graph.nodes)]
+    of_unit = [sum(done[i] for i in one.nodes) for one in units]
     total = 0.0
     for number in lowering.found.of_unit:
         total += of_unit[number]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planner.graph.attention import check_attention
+from planner.graph.experts import check_imbalance
 from planner.graph.fusion import check_fusion
 from planner.graph.norms import check_norms
 from planner.networks.decoder.known import zoo_decoder
@@ -53,7 +54,13 @@ def list_networks() -> tuple[NetworkSummary, ...]:
 
 
 def load_network(
-    spec: str | Network, *, sequence_length: int | None = None, attention: str = "", norms: str = "", fusion: str = ""
+    spec: str | Network,
+    *,
+    sequence_length: int | None = None,
+    attention: str = "",
+    norms: str = "",
+    fusion: str = "",
+    expert_imbalance: float = 1.0,
 ) -> Network:
     """Find the network that `spec` names.
 
@@ -71,12 +78,16 @@ def load_network(
         How root-mean-square norms run, one of `planner.graph.norms`; empty for single operators, as networks have them.
     fusion
         What fuses operators, one of `planner.graph.fusion`; empty for nothing.
+    expert_imbalance
+        Tokens of the busiest rank of experts over an even share.
     """
     found = _found(spec, sequence_length)
     if attention:
         found = replace(found, attention=check_attention(attention))
     if fusion:
         found = replace(found, fusion=check_fusion(fusion))
+    if expert_imbalance != 1.0:
+        found = replace(found, expert_imbalance=check_imbalance(expert_imbalance))
     return replace(found, norms=check_norms(norms)) if norms else found
 
 

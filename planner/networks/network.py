@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from planner.graph import cache
 from planner.graph.attention import WRITTEN_OUT, with_attention
-from planner.graph.fusion import with_fusion
+from planner.graph.fusion import with_fusion, with_imbalance
 from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks.child import in_child
@@ -66,6 +66,7 @@ class Network:
     attention: str = ""
     norms: str = ""
     fusion: str = ""
+    expert_imbalance: float = 1.0
 
     def capture(self) -> OperatorGraph:
         """Return the operator graph at batch 1, from the cache where it can."""
@@ -93,7 +94,7 @@ def capture(network: Network) -> OperatorGraph:
         graph = _capture(network)
         if key:
             cache.store(key, graph)
-    return graph
+    return with_imbalance(graph, network.expert_imbalance)
 
 
 def _cache_key(network: Network) -> str:

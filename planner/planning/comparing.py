@@ -85,6 +85,7 @@ def request_of(plan: Plan) -> PlanRequest:
         software=plan.software,
         attention=plan.attention,
         norms=plan.norms,
+        expert_imbalance=plan.expert_imbalance,
     )
 
 

@@ -96,7 +96,7 @@ def setting_of(
     profile.check_devices(request.devices)
     network = load_network(
         request.network, sequence_length=request.sequence_length, attention=request.attention, norms=request.norms,
-        fusion=fusion_of(request.software),
+        fusion=fusion_of(request.software), expert_imbalance=request.expert_imbalance,
     )  # fmt: skip
     precision = request.precision or {v: k for k, v in PRECISIONS.items()}[profile.default_precision]
     dtype = precision_dtype(precision)
@@ -125,11 +125,13 @@ def setting_of(
     searched = shared.apart(dtype, told_apart(graph, request.hints))
     pins = semi_automatic(request, pins)
     travel = _travelling(pins, graph)
-    hardware = as_run(profile, request.software, request.attention, **travel).with_headroom(request.memory_headroom)
+    hardware = as_run(
+        profile, request.software, request.attention, expert_imbalance=request.expert_imbalance, **travel
+    ).with_headroom(request.memory_headroom)
     check_host_tables(pins, graph, hardware)
     base = _base_plan(request, network, graph, profile, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
-    base |= travel
+    base |= {**travel, "expert_imbalance": request.expert_imbalance}
     base |= {"offload_to": pins.offload_to or "host", "offload_parameters": bool(pins.offload_parameters)}
     ruled = time.perf_counter()
     search = Configured(

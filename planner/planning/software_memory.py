@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from planner.cost.memory.device import training_memory
@@ -55,6 +56,8 @@ def software_memory(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Mem
     shape = _shape(plan.network, plan.sequence_length, graph.fingerprint) if plan.software and plain else None
     if shape is None or not _cut_by_width(plan, graph):
         return None
+    if plan.expert_imbalance > 1.0 and shape.experts is not None:
+        shape = replace(shape, experts=replace(shape.experts, capacity_factor=plan.expert_imbalance))
     try:
         return training_memory(
             TrainingRun(network=shape, setup=_setup(plan, graph, hardware, shape), hardware=hardware)

@@ -184,6 +184,7 @@ class Plan:
     software : what the plan is predicted for, a name of `planner.cost.software`; empty for the usual software
     attention : how attention runs, one of `planner.graph.attention`; empty for the usual fused kernel
     norms : how root-mean-square norms run, one of `planner.graph.norms`; empty for single operators
+    expert_imbalance : tokens of the busiest rank of experts over an even share
     tensor_overlap : gathers and scatters of tensor ranks travel in parts beside the products before or behind them
     expert_overlap : tokens travel to their experts and back beside what another micro-batch computes
     sent_once : experts that a token goes to, where it travels once to each node for all of them; 0 where it travels
@@ -232,6 +233,7 @@ class Plan:
     software: str = ""
     attention: str = ""
     norms: str = ""
+    expert_imbalance: float = 1.0
     tensor_overlap: bool = False
     expert_overlap: bool = False
     sent_once: int = 0

@@ -40,8 +40,9 @@ class Request:
 
     ``pins`` fix dimensions of the search. ``software`` is a name of `planner.cost.software`, ``attention`` one of
     `planner.graph.attention` and ``norms`` one of `planner.graph.norms`: how attention and root-mean-square norms run;
-    the usual software, fused attention and norms as the software has them where nothing is said. ``memory_headroom`` is
-    the part of a device's usable memory that a plan leaves free.
+    the usual software, fused attention and norms as the software has them where nothing is said. The
+    busiest rank of experts gets ``expert_imbalance`` times an even share of the tokens. ``memory_headroom`` is the part
+    of a device's usable memory that a plan leaves free.
     """
 
     network: str | Network
@@ -55,6 +56,7 @@ class Request:
     software: str = ""
     attention: str = ""
     norms: str = ""
+    expert_imbalance: float = 1.0
     memory_headroom: float = 0.0
 
     def shared(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from planner.graph.experts import MOST_IMBALANCE
 from planner.plans.pins import ContextAlgorithm, OffloadTo, OptimizerSharding, Recompute, Schedule
 from planner.plans.request import OptimizerName, ParallelMode, Precision, SearchMode
 from simulator.errors import StrategyError
@@ -227,6 +228,7 @@ class StrategyModel(_Strict):
     software: Annotated[str, Field(max_length=64)] = ""
     attention: Literal["", "unfused", "fused_softmax", "flash", "flash2", "vendor"] = ""
     norms: Literal["", "fused", "unfused"] = ""
+    expert_imbalance: Annotated[float, Field(ge=1, le=MOST_IMBALANCE, allow_inf_nan=False)] = 1.0
     tensor_overlap: bool = False
     expert_overlap: bool = False
     sent_once: Annotated[int, Field(ge=0)] = 0

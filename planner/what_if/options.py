@@ -15,13 +15,20 @@ from simulator.profiles import load_profile
 
 MOST_POINTS = 1000
 """Points of a sweep."""
-_NUMBERS = {"global_batch": int, "batch_per_device": int, "sequence_length": int, "memory_headroom": float}
+_NUMBERS = {
+    "global_batch": int,
+    "batch_per_device": int,
+    "sequence_length": int,
+    "memory_headroom": float,
+    "expert_imbalance": float,
+}
 _OF_REQUEST = {
     "batch": "global_batch",
     "global_batch": "global_batch",
     "batch_per_device": "batch_per_device",
     "seq_len": "sequence_length",
     "memory_headroom": "memory_headroom",
+    "expert_imbalance": "expert_imbalance",
     **{name: name for name in ("precision", "optimizer", "software", "attention", "norms", "search_mode")},
 }
 """Settings that are options of the request, and the fields of `WhatIfOptions` that they set."""

@@ -165,3 +165,11 @@ def test_options_of_execute_that_mean_nothing_together(tmp_path: Path, options: 
     result = CliRunner().invoke(app, ["execute", str(tmp_path / "strategy.json"), *options])
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("ratio", ["0", "0.99", "nan", "inf", "1001"])
+def test_experts_of_the_busiest_rank_get_at_least_an_even_share(ratio: str) -> None:
+    given = ["plan", "zoo:mixtral-8x7b", "--hw", "dgx-h100", "--devices", "8", "--expert-imbalance", ratio]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert "is not between 1 and 1000" in result.output

@@ -43,7 +43,7 @@ from planner.planning.planning import (
     software_note,
     with_usual_software,
 )
-from planner.planning.prediction import predict_plan
+from planner.planning.prediction import predict_plan, simulate_plan
 from planner.planning.shared_tables import SharedTables
 from planner.plans.exchange import Exchange
 from planner.plans.file import plan_from_text, plan_to_text
@@ -107,6 +107,28 @@ def routed(**pins: str) -> Candidate:
     """A plan of a network with four experts, two of which a token goes to, on four ranks of an expert axis."""
     given = {"tp": "1", "dp": "4", "ep": "4", "pp": "1", "micro_batch": "2", "optimizer_sharding": "none"}
     return plan_network(replace(ROUTED, pins=Pins.read(given | pins)), shared=SharedTables(routes())).candidates[0]
+
+
+def test_the_busiest_rank_of_experts_decides() -> None:
+    """Time grows, the work of the network stays, and files and simulations agree."""
+    even, busy, busier = (
+        plan_network(
+            replace(
+                ROUTED, expert_imbalance=ratio,
+                pins=Pins.read({"tp": 1, "dp": 4, "ep": 4, "pp": 1, "micro_batch": 2, "optimizer_sharding": "none"}),
+            )
+        ).candidates[0]
+        for ratio in (1.0, 1.25, 2.0)
+    )  # fmt: skip
+    times = [one.prediction.step_time_s for one in (even, busy, busier)]
+    assert times[0] < times[1] < times[2] < 2 * times[0]
+    done = [one.prediction.mfu * one.prediction.step_time_s for one in (even, busy, busier)]
+    assert done[1:] == pytest.approx(done[:1] * 2, rel=1e-9)
+    assert "expert_imbalance" not in plan_to_text(even.plan)
+    again = plan_from_text(plan_to_text(busier.plan)).plan
+    assert again == busier.plan
+    simulated = simulate_plan(again, checked_graph(again), machine_of(again)).prediction
+    assert simulated.step_time_s == pytest.approx(times[2], rel=1e-9)
 
 
 def test_without_a_name_nothing_changes() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from planner.cost.work import cast_bytes, cast_sizes, traffic_sizes
 from planner.graph.folding import fold, unfold
-from planner.graph.fusion import COMPILER, LIBRARY, LOSSES, PRODUCTS, SINGLE, in_memory
+from planner.graph.fusion import COMPILER, LIBRARY, LOSSES, PRODUCTS, SINGLE, in_memory, with_imbalance
 from planner.graph.kernel_shapes import kernel_shape
 from planner.graph.norms import norms_in
 from planner.graph.operator_graph import Node, OperatorGraph, Role
@@ -114,6 +114,28 @@ def test_tokens_are_permuted_in_kernels_that_move_them_once() -> None:
         )
         moved[kind] = moved_by(graph, gather.module, Phase.FORWARD) + moved_by(graph, gather.module, Phase.BACKWARD)
     assert moved[LIBRARY] < 0.55 * moved[""]
+
+
+@pytest.mark.parametrize("kind", ["", COMPILER, LIBRARY])
+def test_experts_of_a_busy_rank_do_more_of_all_that_they_do(kind: str) -> None:
+    plain = captured("zoo:mixtral-8x7b", kind)
+    busy = with_imbalance(plain, 1.5)
+    assert with_imbalance(plain, 1.0) is plain
+    grouped, routers = [], []
+    for one, other in zip(plain.nodes, busy.nodes, strict=True):
+        more = replace(other, moved=one.moved, flops=one.flops)
+        assert more == one  # nothing else changes
+        if one.op == "aten.bmm.default":
+            grouped.append(other.flops / one.flops if one.flops else 1.5)
+        elif other.flops != one.flops:
+            routers.append(one.name)
+    assert grouped == pytest.approx([1.5] * len(grouped))
+    assert grouped
+    assert not routers
+    silu = next(i for i, node in enumerate(plain.nodes) if node.op == "aten.silu.default")
+    assert sum(traffic_sizes(busy, busy.nodes[silu])) == pytest.approx(
+        1.5 * sum(traffic_sizes(plain, plain.nodes[silu]))
+    )
 
 
 def test_a_product_sums_the_gradients_of_what_it_reads() -> None:
