@@ -12,6 +12,8 @@ from planner.graph.scaling import at_batch
 from planner.plans.hints import Hint
 from planner.plans.pins import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
+from planner.search.configurations.pin_checks import check_pins
+from planner.search.configurations.space import Extent
 from planner.search.dynamic_programming import fastest, least_bytes, once_s
 from planner.search.problem.by_data import FREE_AXES, rest_by_data
 from planner.search.problem.costs import MeshCosts
@@ -128,28 +130,20 @@ def meshes(space: Space) -> list[tuple[int, int]]:
         If the pins contradict the device count, or no data degree divides the batch.
     """
     devices, pins, batch = space.devices, space.pins, space.global_batch
-    pairs = [(d, devices // d) for d in range(1, devices + 1) if devices % d == 0]
+    pairs = [(d, devices // d) for d in divisors(devices)]
     pinned = [(d, t) for d, t in pairs if pins.dp in (None, d) and pins.tp in (None, t)]
     pinned = that_can_cut(pinned, space.hints, devices, rest_by_data=space.rest_by_data)
     if pins.storage == "sharded":
         # Parameters are sharded along the data axis, so there has to be one.
         pinned = [(d, t) for d, t in pinned if d > 1] or pinned
-    if not pinned:
-        asked = " ".join(f"{n}={v}" for n, v in (("dp", pins.dp), ("tp", pins.tp)) if v is not None)
-        raise InputError(f"pins {asked}: dp × tp must be the device count, {devices}; change the pins or --devices")
     size = (pins.micro_batch or pins.copies or 1) * (pins.micro_batches or 1)
     exact = bool(pins.micro_batch and pins.micro_batches)
     fitting = [(d, t) for d, t in pinned if batch % (d * size) == 0 and (not exact or batch == d * size)]
     if not fitting:
-        least = min(d for d, _ in pinned) * size
-        rule = "must be" if exact else "must divide"
-        named = [f"{n}={v}" for n in ("micro_batch", "micro_batches", "copies") if (v := getattr(pins, n))]
-        what = " × ".join(["dp" if pins.dp is None else f"dp={pins.dp}", *named])
-        near = max(least, round(batch / least) * least)
-        raise InputError(
-            f"global batch {batch} does not divide: {what} {rule} it, and the smallest possible is {least}; "
-            f"use --global-batch {near}, another device count or other pins"
-        )
+        alone = replace(pins, pp=1, cp=1, ep=1)
+        check_pins(Extent(hardware=space.hardware, devices=devices, global_batch=batch, pins=alone, units=1))
+        meshes = " or ".join(f"dp={data}" for data, _ in pinned)
+        raise InputError(f"global batch {batch} does not divide over {meshes}, which strategies and pins leave")
     return fitting
 
 
