@@ -18,10 +18,15 @@ from simulator.collectives import FloatArray, collective_time
 from simulator.crowding import crowded
 from simulator.expert_messages import expert_exposed, sent_share
 from simulator.hardware import Hardware
-from simulator.kept_parameters import gathers
 from simulator.launches import sharded_factor, tensor_exposed
 from simulator.program import CONVOLUTIONS, PRODUCTS, Collective, Kernel
 from simulator.topology import GroupShape
+
+REUSED_WITHIN = 1e9
+"""Parameters: the default, which runs keep (``experiments/gpt2-meg-ds-zero`` of github.com/bigscience-workshop)."""
+ATTENTION = 1 / 3
+"""Part of a layer's parameters that attention has: 4 of 12 squares of the width."""
+_HALF_BYTES = 2.0
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -72,7 +77,7 @@ def message_time(
     """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it.
 
     Those of ``sharded`` parameters (`simulator.program.Task.sharded`) may travel one by one, and some of them once
-    more (`simulator.kept_parameters`), those along ``axis``
+    more (`simulator.corrections`), those along ``axis``
     tensor beside products, and tokens along ``axis`` expert once to each node or beside another micro-batch. Where
     other processes of the job share the cores of a group, they take as long as that.
     """
@@ -129,3 +134,22 @@ def _message_factors(hardware: Hardware, collective: Collective, group: GroupSha
 
 def _factor(training: Mapping[str, float], name: str) -> float:
     return training.get(f"planned_{name}", training.get(name, 1.0))
+
+
+def gathered_again(elements: FloatArray) -> FloatArray:
+    """Part of the parameters of layers of so many ``elements`` on a rank that their backward pass gathers anew.
+
+    DeepSpeed's ZeRO-3 keeps what is needed again before ``stage3_max_reuse_distance`` other parameters are used, and
+    releases the rest (``get_reuse_distance_in_numel`` of ``deepspeed/runtime/zero/stage3.py``). Where a layer is
+    computed again, its backward pass needs every parameter a second time: those of the feed-forward network, two thirds
+    of a layer, soon, those of attention behind the feed-forward network's both forward and backward.
+    """
+    between = 2 * (1 - ATTENTION) * elements
+    return np.where(between >= REUSED_WITHIN, ATTENTION, 0.0)
+
+
+def gathers(collective: Collective, payload: FloatArray) -> FloatArray:
+    """By what a gather of a layer of `payload` bytes in 16 bits grows, of which a step has two."""
+    if collective is not Collective.ALL_GATHER:
+        return np.ones(1)
+    return 1.0 + gathered_again(np.asarray(payload) / _HALF_BYTES) / 2

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simulator.sorting import stable_order
-from simulator.task_groups import COMPUTES, TRANSFERS, TaskGroups, tasks_by_stream
+from simulator.task_groups import COMPUTES, TRANSFERS, TaskGroups, stable_order, tasks_by_stream
 from simulator.task_table import FloatArray, IntArray, TaskTable
 
 Times = tuple[FloatArray, FloatArray]

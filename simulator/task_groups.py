@@ -10,7 +10,6 @@ from functools import cached_property
 
 import numpy as np
 
-from simulator.sorting import stable_order
 from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
 
 NEITHER, COMPUTES, TRANSFERS = range(3)
@@ -98,3 +97,12 @@ def tasks_by_stream(stream: IntArray, streams: int) -> tuple[IntArray, IntArray]
     """Offsets (S + 1,) and tasks (T,) of every stream in the order they run there."""
     offsets = np.concatenate(([0], np.cumsum(np.bincount(stream, minlength=streams))))
     return offsets, stable_order(stream, streams)
+
+
+def stable_order(numbers: IntArray, limit: int) -> IntArray:
+    """Places (n,) of whole `numbers` from 0 to below `limit`, ascending, equal ones as they stand.
+
+    numpy sorts integers of 16 bits by radix, several times as fast as wider ones.
+    """
+    narrow = numbers.astype(np.uint16) if limit <= 2**16 else numbers
+    return np.argsort(narrow, kind="stable")

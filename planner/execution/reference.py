@@ -17,15 +17,16 @@ from torch.overrides import TorchFunctionMode
 from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.job import Job
 from planner.execution.loss_scaling import SCALED, LossScale, first_scale, overflow, unscaled
-from planner.execution.measuring.factors import gradient_factors
 from planner.execution.optimizers import is_narrow, torch_optimizer
 from planner.graph.expert_places import expert_places_operator
 from planner.graph.operator_graph import DROPOUT
-from planner.lowering.instructions import LoweredStages
+from planner.lowering.instructions import BeginUpdate, LoweredStages, Update
 from planner.networks import load_network
+from planner.plans.plan import Plan
 from planner.sharding.local_call import Moment
 from planner.sharding.local_context import places_on_ranks
 from planner.sharding.local_dropout import dropped, operator_number
+from simulator.errors import UnsupportedError
 from simulator.program import Phase
 
 
@@ -177,3 +178,30 @@ def _update(
     for parameter, master in zip(parameters, masters, strict=True):
         if master is not parameter:
             parameter.copy_(master)
+
+
+def gradient_factors(lowered: LoweredStages) -> dict[str, float]:
+    """Factor of each trained parameter by its name; 1 for gradients of the mean loss of the whole batch."""
+    stored = tuple(entry for rank in lowered.ranks for entry in rank.parameters)
+    updates = tuple(one for rank in lowered.ranks for one in rank.update)
+    names = {entry.value: entry.name for entry in stored}
+    return {
+        names[one.parameter]: lowered.micro_batches / one.divisor
+        for one in updates
+        if isinstance(one, Update | BeginUpdate)
+    }
+
+
+def check_comparable(plan: Plan) -> None:
+    """Raise UnsupportedError where one process cannot train as the ranks of a plan do."""
+    asked = plan.exchange
+    if not asked.cross_batch and not asked.layerwise:
+        return
+    what = (
+        "cross_batch=True: every rank's operators see its own samples alone"
+        if asked.cross_batch
+        else f"{len(asked.layerwise)} layerwise_parallel parameters, of which every rank has its own"
+    )
+    raise UnsupportedError(
+        f"--verify compares with one process, and the plan has {what}; run it without --verify, or plan without them"
+    )

@@ -11,10 +11,10 @@ import numpy as np
 
 from planner.cost.work import state_bytes
 from planner.graph.operator_graph import DTYPE_BYTES
-from planner.lowering.adding import adds_across_chunks
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.unit_work import UnitWork
+from planner.lowering.written import adds_across_chunks
 from simulator.program import BufferKind, Collective, Phase
 from simulator.task_table import FloatArray
 

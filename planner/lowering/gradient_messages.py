@@ -7,16 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.lowering.adding import ACCUMULATE
 from planner.lowering.draft import Draft
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.instructions import NOTHING, Accumulate
-from planner.lowering.packing import copied_bytes
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
 from planner.lowering.work import Work
-from planner.lowering.writer import Moved, local_move, moving_message
-from planner.lowering.written import Entry, Kind, Leg, Value, Written
+from planner.lowering.writer import Moved, copied_bytes, local_move, moving_message
+from planner.lowering.written import ACCUMULATE, Entry, Kind, Leg, Value, Written
 from planner.sharding.placement import Placements
 from simulator.program import Collective, Kernel, Phase, Task
 

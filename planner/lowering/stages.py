@@ -15,7 +15,6 @@ import numpy as np
 from planner.graph.chain import Chain, chain
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, TensorRef
-from planner.lowering.adding import adds_across_chunks
 from planner.lowering.chunk_passes import PassesRun, chunk_drafts, passes_run
 from planner.lowering.instructions import (
     Accumulate,
@@ -43,7 +42,7 @@ from planner.lowering.start import start_instructions
 from planner.lowering.sums import summed
 from planner.lowering.unit_work import UnitWork, units_work
 from planner.lowering.work import Work
-from planner.lowering.written import Written
+from planner.lowering.written import Written, adds_across_chunks
 from planner.plans.plan import Plan, expanded_rules
 from planner.sharding.placement import local_shape
 from simulator.program import Phase

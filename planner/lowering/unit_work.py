@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from planner.cost.work import in_halves
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import Role, TensorRef
 from planner.lowering.alike import passes_of
 from planner.lowering.body import Fetch, Gather
 from planner.lowering.host import HOST_STREAM
-from planner.lowering.instructions import written_values
+from planner.lowering.instructions import Compute, written_values
 from planner.lowering.placed import PlacedGraph
-from planner.lowering.split_backward import split_backward
 from planner.lowering.unit_memory import UnitMemory, unit_memory
 from planner.lowering.work import Work
 from planner.lowering.writer import Draft
@@ -309,3 +309,30 @@ def _dependencies(drafts: Sequence[Draft]) -> tuple[list[list[int]], dict[str, i
 def _made(draft: Draft) -> Iterable[str]:
     yield from (buffer.name for buffer in draft.writes)
     yield from draft.completes
+
+
+def split_backward(source: PlacedGraph, drafts: Sequence[Draft]) -> list[Draft]:
+    """Cut every draft that makes both kinds of gradients in two: that of the input comes first.
+
+    So a pass that leads to the gradient of a unit's input leaves those of parameters to another, and what waits in
+    between is what they are made of, not themselves.
+    """
+    return [half for draft in drafts for half in _halves(source, draft)]
+
+
+def _halves(source: PlacedGraph, draft: Draft) -> Iterator[Draft]:
+    made = draft.instruction
+    if not isinstance(made, Compute) or draft.completes or not in_halves(source.graph.nodes[made.node]):
+        yield draft
+        return
+    given, *own = made.outputs
+    task, recipe = draft.task, source.recipe(made.node)
+    # Both read the gradient of the output; one reads the weight and makes the gradient of the image, one the reverse.
+    moved = max(0.0, task.bytes_moved - sum(recipe.sizes))
+    for outputs, what in (((given, *("" for _ in own)), "input"), (("", *own), "weight")):
+        yield replace(
+            draft,
+            task=replace(task, name=f"{task.name}, {what}", flops=task.flops / 2, bytes_moved=moved),
+            instruction=replace(made, outputs=outputs),
+            writes=tuple(buffer for buffer in draft.writes if buffer.name in outputs),
+        )

@@ -16,6 +16,9 @@ from planner.sharding.placement import Placements
 from planner.sharding.redistribution import Step
 from simulator.program import Collective
 
+ACCUMULATE = "accumulate "
+"""Beginning of the names of tasks that add a gradient to its accumulator."""
+
 Kind = tuple[Collective, int, str, int, bool]
 """Gradients that may travel together: by collective, axis, type on the way, group, and whether they are on the host."""
 
@@ -133,3 +136,11 @@ class Written:
         if found is None:
             found = self._routes[id(mark)] = Route.of(self.source, mark)
         return found
+
+
+def adds_across_chunks(source: PlacedGraph) -> bool:
+    """Whether chunks of a rank that share a parameter add its gradient up in one place.
+
+    They do where it travels with no chunk's pass: on stages of one device.
+    """
+    return source.options.mesh.size == 1 and source.options.micro_batches > 1

@@ -40,10 +40,9 @@ from planner.planning.plan_messages import (
 from planner.planning.prediction import Prediction, hardware_notes
 from planner.planning.refining import refined
 from planner.planning.rescoring import RESCORED, Field, rescore, said_of
-from planner.planning.setting import Setting, setting_of
+from planner.planning.setting import Setting, mode_of, setting_of, uniform_modes
 from planner.planning.shared_tables import SharedTables
 from planner.planning.tighter import search_tighter, told
-from planner.planning.uniform_modes import mode_of, uniform_modes
 from planner.plans.pins import Pins
 from planner.plans.plan import Status
 from planner.plans.request import PlanRequest

@@ -14,10 +14,10 @@ from planner.cost.software import machine_of
 from planner.execution.checkpoints.options import check_verifiable, checkpoints, digest_of, find_beginning
 from planner.execution.data.samples import check_dataset, open_dataset
 from planner.execution.job import Job, check_precision, input_specs
-from planner.execution.measuring.factors import check_comparable
 from planner.execution.memory import free_memory, least_free_memory
 from planner.execution.optimizers import hyperparameters
 from planner.execution.paces import begin_together
+from planner.execution.reference import check_comparable
 from planner.execution.worker import train
 from planner.lowering.checked import checked_graph
 from planner.planning.loading import lower_to_run, naming

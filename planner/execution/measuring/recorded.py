@@ -22,8 +22,8 @@ from planner.lowering.instructions import (
     Update,
 )
 from planner.lowering.overflow import FLAG, FLAG_BYTES
-from planner.lowering.packing import copied_bytes
 from planner.lowering.stages import sums_of
+from planner.lowering.writer import copied_bytes
 from planner.plans.plan import Plan
 from planner.sharding.placement import MeshAxis, local_shape
 from simulator.pipeline_operators import PLAIN, action_variants

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from planner.cost.work import cast_bytes, traffic_bytes, update_traffic
 from planner.graph.kernel_shapes import kernel_shape, local_kernel
-from planner.graph.operator_graph import Node, OperatorGraph, TensorRef
-from planner.search.problem.saved import saved_tensors
+from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.states import Setting, States, StatesOnMesh
 from planner.search.problem.variables import Decisions, Edge, Kind, Variable, masks, once_a_step
 from planner.sharding.inner_messages import inner_messages, message_bytes, summing, waiting_time
@@ -25,7 +24,7 @@ from planner.sharding.redistribution import placement_index
 from planner.sharding.rule_notation import InnerMessage
 from simulator.corrections import kernel_factor
 from simulator.kernels import has_shape_model, kernel_time, shaped_time
-from simulator.program import SUMMED_CLASS, Kernel
+from simulator.program import SUMMED_CLASS, Kernel, Phase
 
 FloatArray = NDArray[np.float64]
 Scope = tuple[int, ...]
@@ -292,3 +291,24 @@ def has_partial(placements: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether a tensor is partial along some axis; `placements` have shape (axes, states)."""
     found: NDArray[np.bool_] = (placements == PARTIAL).any(axis=0)
     return found
+
+
+def saved_tensors(graph: OperatorGraph, decisions: Decisions) -> dict[TensorRef, set[int]]:
+    """Forward tensors that backward operators read, with the variables of those; views count as their base."""
+    nodes = graph.nodes
+    found: dict[TensorRef, set[int]] = {}
+    for ref, users in graph.consumers.items():
+        kept = nodes[ref.node].role is Role.OPERATOR and nodes[ref.node].phase is Phase.FORWARD
+        readers = {decisions.of_node[u] for u in users if nodes[u].phase is Phase.BACKWARD} - {-1}
+        if kept and readers:
+            found[ref] = readers
+    return {ref: readers for ref, readers in found.items() if not _is_view_of(graph, ref, found)}
+
+
+def _is_view_of(graph: OperatorGraph, ref: TensorRef, saved: Mapping[TensorRef, set[int]]) -> bool:
+    """Whether `ref` only views a tensor that is kept anyway: another saved one, a parameter or an input."""
+    while graph.nodes[ref.node].kernel is Kernel.VIEW and graph.nodes[ref.node].role is Role.OPERATOR:
+        ref = graph.nodes[ref.node].tensor_inputs[0]
+        if ref in saved or graph.nodes[ref.node].role is not Role.OPERATOR:
+            return True
+    return False

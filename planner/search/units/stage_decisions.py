@@ -9,18 +9,16 @@ from functools import cached_property
 from planner.cost.work import traffic_sizes
 from planner.graph.chain import Chain, chain
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
-from planner.search.problem.context_choices import context_choices
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.parts import Parts
-from planner.search.problem.saved import saved_tensors
+from planner.search.problem.parts import Parts, saved_tensors
 from planner.search.problem.states import CONTEXT, Setting
-from planner.search.problem.variables import Choice, Decisions, decisions
+from planner.search.problem.variables import Choice, Decisions, Kind, Variable, decisions
 from planner.search.units.amounts import Case
 from planner.search.units.transient import Flight, flight_of
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.context import Algorithm, ContextAxis, context_axis
 from planner.sharding.inner_messages import bytes_of_sums
-from planner.sharding.placement import Mesh, MeshAxis
+from planner.sharding.placement import REPLICATE, Mesh, MeshAxis, Placement
 from planner.sharding.rules import rules_for
 from planner.sharding.sequence import sequence_dims
 from simulator.collectives import ALGORITHMS, algorithm_costs
@@ -350,3 +348,27 @@ def _offers(made: Decisions, number: int, leaves: bool) -> list[tuple[object, ..
         tuple(c.writes.values()) if leaves else (c.rules, tuple(c.reads.values()), tuple(c.writes.values()))
         for c in made.variables[number].choices
     ]
+
+
+def context_choices(decisions: Decisions, axis: ContextAxis) -> tuple[Choice, ...]:
+    """Give each variable's choice along a context axis, aligned with ``decisions.variables``.
+
+    What one variable writes the others read as it is, so nothing is redistributed along the axis but the
+    parameters' gradients: partial, and read whole, they are summed once a step.
+    """
+    placed: dict[TensorRef, Placement] = {
+        TensorRef(node, output): placement
+        for node, rule in enumerate(axis.rules)
+        for output, placement in enumerate(rule.outputs)
+    }
+    return tuple(_choice(variable, axis, placed) for variable in decisions.variables)
+
+
+def _choice(variable: Variable, axis: ContextAxis, placed: dict[TensorRef, Placement]) -> Choice:
+    first = variable.choices[0]
+    whole = variable.kind is Kind.PARAMETER
+    return Choice(
+        rules=tuple(axis.rules[node] for node in variable.nodes),
+        reads={tensor: REPLICATE if whole else placed[tensor] for tensor in first.reads},
+        writes={tensor: placed[tensor] for tensor in first.writes},
+    )

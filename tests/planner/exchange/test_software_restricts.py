@@ -8,7 +8,7 @@ import pytest
 
 from planner.lowering.checked import captured
 from planner.planning.planning import plan_network
-from planner.planning.uniform_modes import mode_of
+from planner.planning.setting import mode_of
 from planner.plans.capability import capabilities, capability_of
 from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest

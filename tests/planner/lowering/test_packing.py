@@ -13,7 +13,7 @@ from torch import Tensor
 
 from planner.execution.communication import _cut, _pack_chunks, _pack_gather, _unpack_chunks, _unpack_flat
 from planner.lowering.instructions import Communicate
-from planner.lowering.packing import copied_bytes
+from planner.lowering.writer import copied_bytes
 from planner.search.problem.costs import MeshCosts
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.profiles import load_profile

@@ -270,7 +270,7 @@ def test_large_units_are_gathered_anew_in_both_accounts(monkeypatch: pytest.Monk
     pins = Pins(pp=1, tp=1, micro_batch=1, micro_batches=2, recompute="full", optimizer_sharding="zero3", shard_size=32)
     steps = []
     for within in (1e9, 1e6):
-        monkeypatch.setattr("simulator.kept_parameters.REUSED_WITHIN", within)
+        monkeypatch.setattr("simulator.corrections.REUSED_WITHIN", within)
         search = configured(32, 64, "gpt2", 4, replace(named, hash=f"{within}"))
         (scored,) = search.scored(search.explore(pins, solves=1), 1)
         steps.append((scored.placed.objective_s, scored.prediction.step_time_s))

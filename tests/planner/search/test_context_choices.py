@@ -12,8 +12,8 @@ from planner.networks import load_network
 from planner.planning.planning import plan_network
 from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
-from planner.search.problem.context_choices import context_choices
 from planner.search.problem.variables import Kind, decisions
+from planner.search.units.stage_decisions import context_choices
 from planner.sharding.context import ALGORITHMS, Algorithm, context_axis
 from planner.sharding.placement import PARTIAL, REPLICATE
 from simulator.errors import UnsupportedError

@@ -19,9 +19,8 @@ from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.interpreter import Interpreter, Neighbours
 from planner.execution.job import Job
 from planner.execution.machine import Held, RankContext
-from planner.execution.measuring.factors import gradient_factors
 from planner.execution.optimizers import hyperparameters, make_step
-from planner.execution.reference import run_reference
+from planner.execution.reference import gradient_factors, run_reference
 from planner.execution.worker import _groups, _loader, _own_tensors
 from planner.lowering.checked import checked_graph
 from planner.lowering.stages import lower_stages
