@@ -9,7 +9,7 @@ Rounds wait for each other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from simulator.flows import Message
 
@@ -26,7 +26,7 @@ def ring_gather(blocks: Sequence[Block], payload: float) -> list[Round]:
     rings = rings_of(blocks)
     members = len(rings[0])
     size = payload / members / len(rings)
-    step = [Message(a, b, size) for ring in rings for a, b in _around(ring)]
+    step = [Message(a, b, size) for ring in rings for a, b in itertools.pairwise([*ring, ring[0]])]
     return [step] * (members - 1)
 
 
@@ -57,7 +57,3 @@ def rings_of(blocks: Sequence[Block]) -> list[list[int]]:
             ring += turned[::-1] if number % 2 else turned
         rings.append(ring)
     return rings
-
-
-def _around(ring: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return itertools.pairwise([*ring, ring[0]])

@@ -71,7 +71,10 @@ def _run_joined(groups: TaskGroups) -> Times:
         return run_beside(groups) if alone and not compiled else _run_events(groups, compiled=compiled)
     seconds = _seconds_alone(groups)
     if seconds is not None:
-        return _run_streams(groups, seconds)
+        values = _queues(groups) | {"latency_s": groups.latency_s, "seconds": seconds}
+        values |= {"free": np.zeros(len(groups.table.stream_rank)), "ready": np.zeros(groups.table.size)}
+        compiled = _worth_compiling("run_streams", groups.table.size)
+        return _drive(fast_recurrence, "run_streams", Recurrence(**values), compiled=compiled)
     return _run_events(groups, compiled=_worth_compiling("run_events", groups.table.size))
 
 
@@ -111,13 +114,6 @@ def _seconds_alone(groups: TaskGroups) -> FloatArray | None:
         seconds, peak, total = (np.array(values, dtype=np.float64) for values in listed[-3:])
     ample = peak + total <= table.link_capacity * (1 + 1e-12)
     return seconds if ample.all() else None
-
-
-def _run_streams(groups: TaskGroups, seconds: FloatArray) -> Times:
-    values = _queues(groups) | {"latency_s": groups.latency_s, "seconds": seconds}
-    values |= {"free": np.zeros(len(groups.table.stream_rank)), "ready": np.zeros(groups.table.size)}
-    compiled = _worth_compiling("run_streams", groups.table.size)
-    return _drive(fast_recurrence, "run_streams", Recurrence(**values), compiled=compiled)
 
 
 def _queues(groups: TaskGroups) -> dict[str, Any]:

@@ -123,7 +123,12 @@ class FileKind:
         refused = None if constants else _refuse_constant
         try:
             found = json.loads(text, object_pairs_hook=_unrepeated, parse_int=_integer, parse_constant=refused)
-            _check_depth(found)
+            level = [found] if isinstance(found, dict | list) else []
+            for _ in range(MAX_DEPTH):
+                inner = (child for item in level for child in (item.values() if isinstance(item, dict) else item))
+                level = [child for child in inner if isinstance(child, dict | list)]
+            if level:
+                raise RecursionError
             _check_letters(found, text)
         except json.JSONDecodeError as error:
             error = _same_in_every_python(error)
@@ -200,15 +205,6 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"key {twice[:80]!r} stands {times} times in one object; keep one")
     return found
-
-
-def _check_depth(value: object) -> None:
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
-        inner = (child for item in level for child in (item.values() if isinstance(item, dict) else item))
-        level = [child for child in inner if isinstance(child, dict | list)]
-    if level:
-        raise RecursionError
 
 
 def _check_letters(value: object, text: str) -> None:

@@ -148,7 +148,12 @@ def expected_goodput(job: JobReliability, interval_s: float) -> Goodput:
 
     which for w = 0 is the run time of Daly (2006), equation 20.
     """
-    _check_interval(job, interval_s)
+    least = max(0.0, job.checkpoint.background_s - job.checkpoint.blocking_s)
+    if not interval_s > 0 or interval_s < least * (1 - 1e-9):
+        raise InputError(
+            f"a checkpoint every {interval_s:.6g} s: the interval must be above 0 and leave the {least:.6g} s that "
+            "the last checkpoint needs to be written; use a longer one"
+        )
     mtbf, blocking = job.mtbf_s, job.checkpoint.blocking_s
     exponent = job.restart_s / mtbf
     period = (interval_s + blocking) / mtbf
@@ -220,12 +225,3 @@ def _progress(job: JobReliability, interval_s: float, ran: FloatArray) -> tuple[
     period = interval_s + job.checkpoint.blocking_s
     safe = np.maximum(np.floor((ran - job.checkpoint.background_s) / period), 0.0)
     return safe * interval_s, safe * job.checkpoint.blocking_s
-
-
-def _check_interval(job: JobReliability, interval_s: float) -> None:
-    least = max(0.0, job.checkpoint.background_s - job.checkpoint.blocking_s)
-    if not interval_s > 0 or interval_s < least * (1 - 1e-9):
-        raise InputError(
-            f"a checkpoint every {interval_s:.6g} s: the interval must be above 0 and leave the {least:.6g} s that "
-            "the last checkpoint needs to be written; use a longer one"
-        )

@@ -89,7 +89,10 @@ class ErrorBoundary(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; errors end here."""
-        wanted = _wants_json(ctx)
+        # Whether ``--json`` is among the arguments of the command that is about to run.
+        DOCUMENTS.clear()
+        given = [*getattr(ctx, "_protected_args", ()), *ctx.args]
+        wanted = "--json" in given[: given.index("--")] if "--" in given else "--json" in given
         try:
             result = super().invoke(ctx)
             if sys.stdout is not None:
@@ -121,13 +124,6 @@ class ErrorBoundary(TyperGroup):
             _show_defect(ctx, error)
             _document(wanted, type(error).__name__, str(error), INTERNAL_ERROR)
             raise typer.Exit(INTERNAL_ERROR) from error
-
-
-def _wants_json(ctx: typer.Context) -> bool:
-    """Whether ``--json`` is among the arguments of the command that is about to run."""
-    DOCUMENTS.clear()
-    given = [*getattr(ctx, "_protected_args", ()), *ctx.args]
-    return "--json" in given[: given.index("--")] if "--" in given else "--json" in given
 
 
 def _document(wanted: bool, kind: str, message: str, exit_code: int) -> None:

@@ -106,7 +106,7 @@ def make_step(
     `offload` states lie in the memory of the host, or with `to` ``"disk"`` in files that it maps, and the host also
     updates: gradients go there, parameters come back.
     """
-    settle = _settling(to)
+    settle = MappedStates().settle if to == "disk" else _to_host
     if optimizer == "lamb":
         found = _lamb(constants)
         return _summed_on_host(found, settle) if offload else found
@@ -123,10 +123,6 @@ def is_narrow(dtype: torch.dtype) -> bool:
 Change = Callable[[Tensor, Tensor, State], None]
 
 
-def _is_on_host(tensor: Tensor) -> bool:
-    return tensor.is_cpu
-
-
 class _HostCopy:
     """A parameter's piece as the host has it."""
 
@@ -135,7 +131,7 @@ class _HostCopy:
 
     def of(self, parameter: Tensor) -> Tensor:
         """The copy, made of the parameter the first time; the parameter itself where it is on the host."""
-        if _is_on_host(parameter):
+        if parameter.is_cpu:
             return parameter
         if self.piece is None:
             # Memory is pinned for whichever accelerator there is; a CPU has none to pin it for.
@@ -146,10 +142,6 @@ class _HostCopy:
 
 Settle = Callable[[State], None]
 """Puts states where they belong."""
-
-
-def _settling(to: str) -> Settle:
-    return MappedStates().settle if to == "disk" else _to_host
 
 
 def _to_host(state: State) -> None:

@@ -73,16 +73,12 @@ def store(key: str, graph: OperatorGraph) -> None:
         place.mkdir(parents=True, exist_ok=True)
         content = json.dumps(graph_to_json(graph), separators=(",", ":")).encode()
         write_whole(place / f"{key}.json", _digest(content) + b"\n" + content)
-        _forget_oldest(place)
+        # Keep the files used last: those of other versions of the code are never read again.
+        files = sorted(place.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in files[KEPT_FILES:]:
+            file.unlink(missing_ok=True)
     except (OSError, InputError):
         return
-
-
-def _forget_oldest(place: Path) -> None:
-    """Keep the files used last: those of other versions of the code are never read again."""
-    files = sorted(place.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in files[KEPT_FILES:]:
-        file.unlink(missing_ok=True)
 
 
 @remember

@@ -66,7 +66,12 @@ def trace(
     """
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         module = make()
-        _refuse_size(module, network)
+        count = sum(1 for _ in module.parameters())
+        if count > MOST_PARAMETERS:
+            raise NetworkError(
+                f"network {network!r} has {count:,} parameters in layers that do not repeat, and at most "
+                f"{MOST_PARAMETERS:,} are traced; put equal layers into one list of blocks, or stack their parameters"
+            )
         _normalise(module)
         notes = _without_running_statistics(module) + _without_stochastic_depth(module)
         marker = _choose_marker(module, inputs, network, markers)
@@ -77,7 +82,12 @@ def trace(
         except Exception as error:
             raise capture_error(network, error) from error
         _refuse_state(forward.graph, network)
-        _refuse_structure(exported, network)
+        structure = exported.call_spec.out_spec
+        if structure is not None and not structure.is_leaf():
+            raise NetworkError(
+                f"network {network!r} returns a {structure.type.__name__}; "
+                "its forward pass must return one scalar, the mean loss"
+            )
         notes += _prepare(forward)
         try:
             with ExitStack() as stack, whole_silu_gradients():
@@ -113,15 +123,6 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _refuse_size(module: nn.Module, network: str) -> None:
-    count = sum(1 for _ in module.parameters())
-    if count > MOST_PARAMETERS:
-        raise NetworkError(
-            f"network {network!r} has {count:,} parameters in layers that do not repeat, and at most "
-            f"{MOST_PARAMETERS:,} are traced; put equal layers into one list of blocks, or stack their parameters"
-        )
-
-
 def _refuse_state(graph: fx.Graph, network: str) -> None:
     for node in graph.nodes:
         in_place = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
@@ -132,15 +133,6 @@ def _refuse_state(graph: fx.Graph, network: str) -> None:
                 f"network {network!r} cannot be captured: {node.target} at {place} changes {target.target!r}; "
                 "a training step keeps no state besides parameters: remove the assignment"
             )
-
-
-def _refuse_structure(exported: torch.export.ExportedProgram, network: str) -> None:
-    structure = exported.call_spec.out_spec
-    if structure is not None and not structure.is_leaf():
-        raise NetworkError(
-            f"network {network!r} returns a {structure.type.__name__}; "
-            "its forward pass must return one scalar, the mean loss"
-        )
 
 
 def _normalise(module: nn.Module) -> None:

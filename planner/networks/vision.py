@@ -61,7 +61,11 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
         raise InputError(
             f"{source}:{name} takes no sequence length (given {sequence_length}); it reads images: leave it out"
         )
-    library = _library(source)
+    library = LIBRARIES[source]
+    try:
+        import_module(library)
+    except Exception as error:  # a build for another torch fails in ways of its own
+        raise InputError(f"{source}: networks need {library} ({error}); install meshwright[vision]") from error
     made = _make(source, name, None)
     side, channels = _sides(made.model), _channels(made.model)
     image = (channels, _FRAMES, *side) if source == "tv" and _kind(name) == "video" else (channels, *side)
@@ -82,15 +86,6 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
         make=partial(_make, source, name),
         content=f"{source}:{name} {library} {metadata.version(library)}",
     )
-
-
-def _library(source: str) -> str:
-    library = LIBRARIES[source]
-    try:
-        import_module(library)
-    except Exception as error:  # a build for another torch fails in ways of its own
-        raise InputError(f"{source}: networks need {library} ({error}); install meshwright[vision]") from error
-    return library
 
 
 def _names(source: str) -> list[str]:

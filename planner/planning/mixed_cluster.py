@@ -21,7 +21,6 @@ from planner.search.patience import Patience
 from planner.search.stages.unit_pins import layers_of
 from planner.search.units.labels import stage_decisions
 from simulator.errors import InputError
-from simulator.hardware import Hardware
 from simulator.mixed_cluster import MixedCluster, matrix_rate
 from simulator.profiles import cluster_at
 from simulator.quantities import seconds_text
@@ -128,7 +127,7 @@ def _uneven(
         return
     rates = [
         matrix_rate(hardware)
-        for hardware in (_node(cluster, rank * request.devices // stages) for rank in range(stages))
+        for hardware in (cluster.nodes[cluster.node_of(rank * request.devices // stages)] for rank in range(stages))
     ]
     tried: set[tuple[int, ...]] = set()
     for _ in range(BALANCING):
@@ -153,10 +152,6 @@ def _uneven(
         result = _simulate(best, cluster, tables.graph).result
         busy = result.step_time_s - result.bubble_s
         rates = [count / float(seconds) for count, seconds in zip(divided, busy, strict=True)]
-
-
-def _node(cluster: MixedCluster, device: int) -> Hardware:
-    return cluster.nodes[cluster.node_of(device)]
 
 
 def shares(layers: int, rates: Sequence[float]) -> tuple[int, ...]:

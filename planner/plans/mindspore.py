@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from planner.graph.chain import chain
-from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.unfolding import unfold
 from planner.plans.plan import NodeRules, Plan, expanded_rules
 from planner.sharding.placement import Mesh, Placements
@@ -120,7 +120,7 @@ def strategy_items(plan: Plan, graph: OperatorGraph) -> dict[str, Any]:
             continue
         read = [_placed(rules[node.name], "inputs", i) for i in range(len(node.tensor_inputs))]
         made = [_placed(rules[node.name], "outputs", i) for i in range(len(node.outputs))]
-        read_dims = [_dims(whole, ref) for ref in node.tensor_inputs]
+        read_dims = [len(whole.nodes[ref.node].outputs[ref.output].shape) for ref in node.tensor_inputs]
         made_dims = [len(spec.shape) for spec in node.outputs]
         stage = stages.get(index, 0)
         for parts, maps, placed, dims in (
@@ -214,10 +214,6 @@ def _flattened(sizes: Sequence[int], rows: TensorMap) -> tuple[list[int], list[i
 def _placed(rules: NodeRules, side: str, number: int) -> Placements:
     """Placements along every axis of input or output `number`."""
     return tuple(getattr(rule, side)[number] for rule in rules)
-
-
-def _dims(graph: OperatorGraph, ref: TensorRef) -> int:
-    return len(graph.nodes[ref.node].outputs[ref.output].shape)
 
 
 def _stages(plan: Plan, graph: OperatorGraph) -> dict[int, int]:

@@ -193,7 +193,7 @@ def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], o
         predicted = np.array([row.predicted_s for row, *_ in rows])
         overhead = hardware.kernels[kernel].overhead_s
         fixed = np.minimum([slowdown * overhead for _, slowdown, _ in rows], predicted)
-        measured = np.array([_took(row, turns) for row, _, turns in rows])
+        measured = np.array([row.busy_s * turns for row, _, turns in rows])
         weights = np.array([row.calls for row, *_ in rows]) * measured
         a, b = fit_factors(fixed, predicted - fixed, measured, weights)
         before = _error(predicted, measured, weights)
@@ -220,11 +220,6 @@ def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], o
 def _turns(run: RunModel) -> float:
     """How often longer a kernel takes because processes that share the cores of a CPU take turns."""
     return max(1.0, run.comparison.processes / available_cores()) if run.backend == "gloo" else 1.0
-
-
-def _took(row: WorkModel, turns: float) -> float:
-    """Seconds of a call without other programs: processor time, and the turns of processes that share cores."""
-    return row.busy_s * turns
 
 
 def fit_factors(

@@ -176,7 +176,7 @@ def _check_exchanges(path: Path, rows: list[list[_Cell]], schedule: Schedule) ->
         advanced = False
         for rank, row in enumerate(rows):
             while place[rank] < len(row) and not _missing(row[place[rank]], done, rank_of):
-                done.update(_plain(key) for key in row[place[rank]].keys)
+                done.update((("B", *key[1:]) if key[0] == "I" else key) for key in row[place[rank]].keys)
                 place[rank] += 1
                 advanced = True
     waits = [
@@ -194,11 +194,6 @@ def _check_exchanges(path: Path, rows: list[list[_Cell]], schedule: Schedule) ->
                 f"{path}: rank {rank_of[stage]} runs {stage}{name}{micro_batch}, but no rank runs "
                 f"{_written(receive)}: add it"
             )
-
-
-def _plain(key: Key) -> Key:
-    """An input gradient hands on what a whole backward pass does."""
-    return ("B", *key[1:]) if key[0] == "I" else key
 
 
 def _written(key: Key) -> str:

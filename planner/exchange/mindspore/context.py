@@ -177,7 +177,13 @@ def _check_together(found: Mapping[str, Any]) -> None:
             f"parallel_mode=stand_alone runs on one device, device_num={devices}; use data_parallel or more"
         )
     _check_data(found, mode, devices, stages)
-    _check_fusion(found)
+    by_kind = found.get("comm_fusion", {}).get("allreduce")
+    listed = found.get("all_reduce_fusion_config")
+    if by_kind is not None and listed is not None and by_kind != {"mode": "index", "config": tuple(listed)}:
+        raise ContextError(
+            f"all_reduce_fusion_config={list(listed)} and comm_fusion.allreduce={by_kind} both say how all-reduces are "
+            f"fused; give one of them"
+        )
     if found.get("parallel_optimizer_config") and found.get("enable_parallel_optimizer") is False:
         raise ContextError(
             "parallel_optimizer_config is set and enable_parallel_optimizer is False; set "
@@ -208,13 +214,3 @@ def _check_data(found: Mapping[str, Any], mode: str | None, devices: int | None,
                 f"dataset_strategy[{place}]={cuts} cuts in {parts} parts, and a stage has {inside} devices (device_num="
                 f"{devices}, pipeline_stages={stages}); the parts must divide them"
             )
-
-
-def _check_fusion(found: Mapping[str, Any]) -> None:
-    by_kind = found.get("comm_fusion", {}).get("allreduce")
-    listed = found.get("all_reduce_fusion_config")
-    if by_kind is not None and listed is not None and by_kind != {"mode": "index", "config": tuple(listed)}:
-        raise ContextError(
-            f"all_reduce_fusion_config={list(listed)} and comm_fusion.allreduce={by_kind} both say how all-reduces are "
-            f"fused; give one of them"
-        )

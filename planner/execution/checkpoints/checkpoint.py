@@ -124,10 +124,6 @@ def _parameter_key(name: str) -> str:
     return f"parameters/{name}"
 
 
-def _state_key(name: str, state: str) -> str:
-    return f"optimizer/{state}/{name}"
-
-
 def state_pieces(parameters: Mapping[str, Tensor], steps: Steps, places: Mapping[str, Place]) -> dict[str, Piece]:
     """All that a rank holds from step to step, by the names it has in a checkpoint."""
     found = {}
@@ -135,7 +131,7 @@ def state_pieces(parameters: Mapping[str, Tensor], steps: Steps, places: Mapping
         found[_parameter_key(name)] = Piece(local=parameter, place=places[name])
         for state, tensor in steps[name].state.items():
             place = places[name] if tensor.dim() or not places[name].whole else SCALAR
-            found[_state_key(name, state)] = Piece(local=tensor, place=place)
+            found[f"optimizer/{state}/{name}"] = Piece(local=tensor, place=place)
     return found
 
 

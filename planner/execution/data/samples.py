@@ -128,9 +128,12 @@ def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> D
     if kind == "text":
         return _text(place, specs)
     if kind == "tokens" and place:
-        return _token_file(Path(place), specs)
+        path = Path(place)
+        return _windows(read_tokens(path), f"token file {path}", f"tokens of {path}", specs)
     if kind == "digits":
-        return _digits()
+        table = _digits_table()
+        pixels = (table[:, :64].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+        return _images("scikit-learn digits", pixels, table[:, 64].astype(np.uint8))
     if kind in ("mnist", "cifar10") and place:
         return _images(f"{kind} in {place}", *(read_mnist if kind == "mnist" else read_cifar10)(Path(place)))
     raise InputError(
@@ -150,12 +153,6 @@ def check_dataset(dataset: Dataset, specs: tuple[InputSpec, ...]) -> None:
                 f"the network wants {one.shape[1:]}; choose other data or --data synthetic"
             )
     dataset.check(specs)
-
-
-def _digits() -> Dataset:
-    table = _digits_table()
-    pixels = (table[:, :64].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    return _images("scikit-learn digits", pixels, table[:, 64].astype(np.uint8))
 
 
 def _digits_table() -> NDArray[np.float64]:
@@ -217,10 +214,6 @@ def _text(place: str, specs: tuple[InputSpec, ...]) -> Dataset:
     path = Path(place) if place else _bundled_text()
     content = np.frombuffer(TEXT.read(path), np.uint8)
     return _windows(content, f"text file {path}", f"bytes of {place or path.name}", specs)
-
-
-def _token_file(path: Path, specs: tuple[InputSpec, ...]) -> Dataset:
-    return _windows(read_tokens(path), f"token file {path}", f"tokens of {path}", specs)
 
 
 def _windows(content: Tokens, source: str, description: str, specs: tuple[InputSpec, ...]) -> Dataset:

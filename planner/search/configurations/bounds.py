@@ -69,21 +69,17 @@ def work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: in
     """
     made, key = _SAMPLES.of(graph), (hardware, dtype, devices)
     if key not in made:
-        made[key] = _work_bound(graph, hardware, dtype, devices)
+        seconds = 0.0
+        for node, times in zip(graph.nodes, graph.multiplicity, strict=True):
+            if node.kernel is not Kernel.VIEW and node.kernel is not Kernel.OPTIMIZER:
+                used = node.product_dtype or dtype
+                factor = kernel_factor(hardware, node.kernel, used, devices)
+                seconds += times * factor * _least(graph, node, hardware, used)
+        made[key] = seconds
     return made[key]
 
 
 _SAMPLES = KeptByGraph[tuple[Hardware, str, int], float]()
-
-
-def _work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: int) -> float:
-    seconds = 0.0
-    for node, times in zip(graph.nodes, graph.multiplicity, strict=True):
-        if node.kernel is not Kernel.VIEW and node.kernel is not Kernel.OPTIMIZER:
-            used = node.product_dtype or dtype
-            factor = kernel_factor(hardware, node.kernel, used, devices)
-            seconds += times * factor * _least(graph, node, hardware, used)
-    return seconds
 
 
 def _least(graph: OperatorGraph, node: Node, hardware: Hardware, dtype: str) -> float:
