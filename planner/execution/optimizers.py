@@ -123,6 +123,10 @@ def is_narrow(dtype: torch.dtype) -> bool:
 Change = Callable[[Tensor, Tensor, State], None]
 
 
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.is_cpu
+
+
 class _HostCopy:
     """A parameter's piece as the host has it."""
 
@@ -131,7 +135,7 @@ class _HostCopy:
 
     def of(self, parameter: Tensor) -> Tensor:
         """The copy, made of the parameter the first time; the parameter itself where it is on the host."""
-        if parameter.is_cpu:
+        if _is_on_host(parameter):
             return parameter
         if self.piece is None:
             # Memory is pinned for whichever accelerator there is; a CPU has none to pin it for.
