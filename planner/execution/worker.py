@@ -104,7 +104,7 @@ class Trainer:
         self.recorder = Recorder(job.lowered, dist.get_rank(), device) if job.recorded_steps else None
         context = RankContext(
             coordinates=coordinates,
-            groups=make_groups(members(job.lowered), timeout),
+            groups=_groups(job.lowered, timeout),
             device=device,
             watch=self.recorder,
             moment=Moment(seed=job.seed, step=first),
@@ -262,6 +262,11 @@ def _touch_libraries(context: RankContext, between_stages: Iterable[dist.Process
     torch.relu(square @ square).sum()
     for group in (*filter(None, context.groups), *between_stages):
         dist.all_reduce(torch.ones(128, device=context.device), group=group)
+
+
+def _groups(lowered: LoweredStages, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
+    """Make the groups of every mesh axis and of tied parameters; returns this rank's, None where it is in none."""
+    return make_groups(members(lowered), timeout)
 
 
 def _neighbours(lowered: LoweredStages, device: torch.device, timeout: timedelta) -> Neighbours:
