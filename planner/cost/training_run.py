@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from planner.cost.stacks import AttentionKernel, Stack, family_of, stack_key
+from planner.networks.adapters import ALL_LINEAR
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.program import Kernel
@@ -219,6 +220,8 @@ class TrainingSetup:
     offload_parameters: bool = False
     """A rank's share of the parameters waits there as well (ZeRO-3)."""
     trained_fraction: float = 1.0
+    adapted: str = ALL_LINEAR
+    """Products with adapters, where weights are frozen: all, or the names of some."""
     local_share: float = 0.0
     """Share of the layers, from the first, that learn locally and keep nothing for a backward pass (LU-LoRA)."""
     layers_per_stage: tuple[int, ...] = ()

@@ -37,6 +37,8 @@ _GATHERS = frozenset({"aten.gather.default"})
 """Read at any place of a whole tensor, and pass on what they read."""
 _SCATTERS = frozenset({"aten.scatter.src", "aten.scatter_add.default"})
 """Take what is made for them, and write to any place of a whole tensor."""
+_ADAPTED = frozenset({"base_layer", "lora_A", "lora_B"})
+"""Parts of products with adapters (`planner.networks.adapted_modules`)."""
 _PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
 _SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_full.default", "aten.zeros_like.default"})
 """Read nothing of their tensor."""
@@ -167,6 +169,14 @@ def product_parts(node: Node, moved: tuple[float, ...]) -> tuple[float, float, f
     """Parts of the rows, columns and depth of a product that are there, by those of its factors and its result."""
     left, right, result = moved[len(node.tensor_inputs) - 2 : len(node.tensor_inputs) + 1]
     return sqrt(left * result / right), sqrt(right * result / left), sqrt(left * right / result)
+
+
+def _owner(module: str) -> tuple[str, str]:
+    """The module that has several products, and which part of each an adapted one is: its own, or its adapter's."""
+    product, _, part = module.rpartition(".")
+    if part not in _ADAPTED:
+        return product, ""
+    return product.rpartition(".")[0], part
 
 
 def _block(node: Node) -> str:
@@ -399,17 +409,17 @@ class _Fusion:
         """
         nodes = self.graph.nodes
         fixed = {p.node for p in self.graph.parameters}
-        together: dict[tuple[TensorRef, str], list[int]] = {}
+        together: dict[tuple[TensorRef, str, str], list[int]] = {}
         for index, node in enumerate(nodes):
             if node.kernel is Kernel.MATMUL and node.role is Role.OPERATOR and node.phase is Phase.FORWARD:
                 left, right = map(self.base, node.tensor_inputs[-2:])
                 if right.node in fixed and left.node not in fixed:
-                    together.setdefault((left, node.module.rpartition(".")[0]), []).append(index)
+                    together.setdefault((left, *_owner(node.module)), []).append(index)
         backward: dict[int, list[int]] = {}
         for index, node in enumerate(nodes):
             if node.kernel is Kernel.MATMUL and node.phase is Phase.BACKWARD and node.forward is not None:
                 backward.setdefault(node.forward, []).append(index)
-        for (tensor, _), members in together.items():
+        for (tensor, *_), members in together.items():
             widths = [nodes[index].outputs[0].shape[-1] for index in members]
             if len(members) == 1 or len({nodes[index].outputs[0].shape[:-1] for index in members}) > 1:
                 continue

@@ -27,6 +27,7 @@ from planner.cost.training_run import (
     TransformerShape,
 )
 from planner.cost.work import OPTIMIZERS
+from planner.networks.adapters import ALL_LINEAR
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.hints import Hint, hint
 from planner.plans.pins import Pins
@@ -45,8 +46,8 @@ ORDER = "pp-dp-cp-tp"
 """Megatron-LM and DeepSpeed lay tensor ranks out next to each other and stages farthest apart
 (``megatron/core/parallel_state.py``, ``deepspeed/runtime/pipe/topology.py``)."""
 EXPERTS_ORDER = "pp-dp-cp-ep-tp"
-ADAPTERS = json.dumps({"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": "all-linear"})
-"""Those of Megatron-LM where none are described (``LoRA`` of Megatron Bridge: all products, ``dim`` 32)."""
+ADAPTERS = {"peft_type": "LORA", "r": 32, "lora_alpha": 32}
+"""Those of Megatron-LM where none are described (``LoRA`` of Megatron Bridge: ``dim`` 32)."""
 OWN_SAMPLES = Exchange(cross_batch=True)
 """Batch norms of ``DistributedDataParallel`` see a rank's samples alone (documentation of `torch.nn.SyncBatchNorm`)."""
 MEMORY = "device.memory_bytes"
@@ -137,11 +138,16 @@ def pinned_run(run: TrainingRun) -> PinnedRun:
         software=software_of(setup, transformer=transformer),
         attention=str(setup.attention) if transformer else "",
         norms=_norms(run),
-        adapters=ADAPTERS if setup.trained_fraction < 1 else "",
+        adapters=_adapters(setup) if setup.trained_fraction < 1 else "",
         cluster=tuple(_cluster(run.hardware)),
         exchange=UNASKED if transformer else OWN_SAMPLES,
         approximated=tuple(dict.fromkeys(notes)),
     )
+
+
+def _adapters(setup: TrainingSetup) -> str:
+    chosen = setup.adapted if setup.adapted == ALL_LINEAR else setup.adapted.split(",")
+    return json.dumps(ADAPTERS | {"target_modules": chosen})
 
 
 def _check(setup: TrainingSetup) -> None:

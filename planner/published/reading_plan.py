@@ -10,6 +10,7 @@ from planner.cost.memory.in_flight import V_SHAPED, schedule_name
 from planner.cost.memory.parameters import even_chunks
 from planner.cost.stacks import Stack
 from planner.cost.training_run import LayeredNetwork, OptimizerSharding, TrainingSetup, TransformerShape
+from planner.networks.adapters import ALL_LINEAR
 from planner.published import reading_setup as words
 from planner.published.layered.prediction import typical_batch
 from planner.published.measurement_file import FileRow
@@ -63,7 +64,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         offload_optimizer=whole_on_one_device(row)
         or bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         offload_parameters=bool(re.search(r"par(?:am(?:eter)?s?)? ?-?offl(?:oad)?=y", flags)),
-        trained_fraction=words.trained_fraction(row, notes),
+        trained_fraction=words.trained_fraction(row, notes), adapted=stated(row, "adapted", ALL_LINEAR),
         layers_per_stage=() if schedule_name(schedule) in V_SHAPED else stages,
         local_share=stated(row, "local_share", 0.0),
         deterministic=words.functional_test(row),

@@ -37,6 +37,7 @@ SETTINGS: Mapping[str, str] = {
     "optimizer_sharding": "how optimizer states are sharded",
     "attention": "kernel of attention",
     "adapters": "adapters alone are trained",
+    "adapted": "products with adapters",
     "local_share": "share of the layers that learn locally",
     "packed_samples": "short samples fill a row of tokens, and attention keeps to each",
 }

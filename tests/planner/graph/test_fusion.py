@@ -28,6 +28,10 @@ from tests.planner.graph.conftest import small_network
 
 NETWORKS = ("zoo:gpt2-tiny", "zoo:llama2-7b", "zoo:mixtral-8x7b", "zoo:resnet50")
 BYTES = 4
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32}
 
 
@@ -295,3 +299,14 @@ def test_routing_of_a_library_moves_rows_of_tokens_alone() -> None:
     gathers = [node for node in graph.nodes if "gather" in node.op]
     assert gathers
     assert all(node.kernel is Kernel.ELEMENTWISE for node in gathers)
+
+
+def test_products_with_adapters_are_one_product_and_so_are_their_adapters(tmp_path: Path) -> None:
+    """Queries, keys and values: one product of frozen weights and one of the first factors; the second ones differ."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    targets = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(targets))
+    graph = captured(f"hf:{tmp_path}", LIBRARY)
+    silent = [n for n in graph.nodes if n.kernel is Kernel.MATMUL and n.timed_as is Kernel.VIEW]
+    forward = {n.module.rpartition("self_attn.")[2] for n in silent if n.phase is Phase.FORWARD and "attn" in n.module}
+    assert forward == {f"{name}_proj.{part}" for name in "kv" for part in ("base_layer", "lora_A")}

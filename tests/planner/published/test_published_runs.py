@@ -45,7 +45,10 @@ def test_low_rank_adapters_are_a_config_beside_that_of_the_network(tmp_path: Pat
     )
     full, adapted = read_run(whole), read_run(tuned)
     assert (full.adapters, full.network, full.pins) == ("", adapted.network, adapted.pins)
-    assert json.loads(adapted.adapters)["peft_type"] == "LORA"
+    assert json.loads(adapted.adapters).items() >= {"peft_type": "LORA", "target_modules": "all-linear"}.items()
+    nemo = {**stated, "other_flags": "LoRA", "framework": "NeMo/Megatron-Core"}
+    attention = read_run(read_measurements(write_measurements(tmp_path / "nemo.csv", nemo))[0])
+    assert json.loads(attention.adapters)["target_modules"] == ["q_proj", "k_proj", "v_proj"]
 
 
 def test_quartznet_has_the_weights_of_its_description() -> None:

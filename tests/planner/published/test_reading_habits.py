@@ -88,6 +88,8 @@ def test_scaling_of_aleph_alpha(tmp_path: Path) -> None:
         ({"other_flags": "dispatcher=DeepEP; +1f1b overlap"}, "overlap_experts", True),
         ({"other_flags": "dispatcher=A2A"}, "tokens_sent_once", False),
         ({"other_flags": "dispatcher=A2A"}, "overlap_experts", False),
+        ({"framework": "NeMo/Megatron-Core", "notes": "LoRA"}, "adapted", "q_proj,k_proj,v_proj"),
+        ({"framework": "NeMo AutoModel", "notes": "LoRA"}, "adapted", "all-linear"),
         ({"framework": "Megatron-Bridge"}, "tokens_sent_once", True),
         ({"framework": "Megatron-Bridge", "other_flags": "dispatcher alltoall"}, "tokens_sent_once", False),
         ({"other_flags": "CUDA graph of the whole iteration"}, "captured_step", True),
