@@ -17,7 +17,6 @@ import argparse
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,7 @@ def config_of(recipe: Recipe) -> TrainingConfig:
         recompute_modules=tuple(recipe["recompute_modules"].split()) if mode == "selective" else None,
         recompute_count=whole("recompute_num_layers", 0) if recipe["recompute_method"] == "block" else 0,
         offload_activations=flag("activation_offload") or flag("cpu_offload"),
-        overlap_gradients=True, overlap_parameters=True,
+        tokens_once=recipe["dispatcher"] == "flex", overlap_gradients=True, overlap_parameters=True,
     )  # fmt: skip
 
 
@@ -142,9 +141,6 @@ def _planned(recipe: Recipe, folder: str) -> dict[str, Any]:
         )  # fmt: skip
         shared = SharedTables(capture_for(base))
         asked = pinned(config, base, shared.graph)
-        if recipe["dispatcher"] == "flex" and asked.request.pins.expert_messages:
-            pins = replace(asked.request.pins, expert_messages="once_a_node")
-            asked = replace(asked, request=replace(asked.request, pins=pins))
         said |= {"pins": asked.request.pins.named(), "notes": list(asked.notes)}
         theirs = plan_network(asked.request, shared=shared)
         said |= {"fits": bool(theirs.candidates), "why": theirs.infeasible}

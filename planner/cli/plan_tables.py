@@ -50,7 +50,11 @@ def plan_report(
             ("sure", certainty(best.plan, best.prediction)),
             *notes,
             ("written", strategy_file),
-            ("more", "--verbose: where the time goes, why the others lost" + (f", {left} more notes" if left else "")),
+            (
+                "more",
+                "--verbose: where the time goes, why the others lost"
+                + (f", {left} more {'note' if left == 1 else 'notes'}" if left else ""),
+            ),
         ]
     )
 

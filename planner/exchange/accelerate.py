@@ -134,6 +134,7 @@ def read(text: str, source: str) -> ReadConfig:
         offload_activations=False,
         tensor_overlap=False,
         expert_overlap=False,
+        tokens_once=False,
     )
     return ReadConfig(config=config, not_read=raw.unread(), violations=violations)
 

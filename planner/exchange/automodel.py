@@ -127,6 +127,7 @@ def read(text: str, source: str) -> ReadConfig:
         offload_activations=False,
         tensor_overlap=raw.flag(KEYS["tensor_overlap"]),
         expert_overlap=False,
+        tokens_once=False,
     )
     raw.flag(KEYS["sequence_parallel"])
     raw.pass_over("distributed.pipeline.pp_")

@@ -38,6 +38,7 @@ FLAGS: Mapping[str, str] = {
     "offload_optimizer": "optimizer.optimizer_cpu_offload",
     "offload_activations": "model.fine_grained_activation_offloading",
 }
+DISPATCHER, BACKEND = "model.moe_token_dispatcher_type", "model.moe_flex_dispatcher_backend"
 VIRTUAL = "model.virtual_pipeline_model_parallel_size"
 LAYOUT = "model.pipeline_model_parallel_layout"
 GRANULARITY, MODULES = "model.recompute_granularity", "model.recompute_modules"
@@ -67,7 +68,7 @@ KEYS: Mapping[str, str] = {
     "optimizer_sharding": DISTRIBUTED,
     "shard_size": INSTANCES,
 }
-READ = frozenset((*KEYS.values(), METHOD, FULLY, STRATEGY, "model.offload_modules", "model.moe_token_dispatcher_type"))
+READ = frozenset((*KEYS.values(), METHOD, FULLY, STRATEGY, "model.offload_modules", DISPATCHER, BACKEND))
 _OVERRIDE = re.compile(r"(?<![\w.])([\w.]++)=('[^']*'|\"[^\"]*\"|\[[^\]=]*\]|\S+)")
 
 
@@ -75,6 +76,10 @@ def overrides(config: TrainingConfig) -> dict[str, str]:
     """Overrides of a configuration that Megatron-Bridge can run."""
     found = {NUMBERS[name]: str(value) for name in NUMBERS if (value := getattr(config, name)) is not None}
     found |= {FLAGS[name]: str(value).lower() for name in FLAGS if (value := getattr(config, name)) is not None}
+    if (config.ep or 1) > 1 and config.tokens_once is not None:
+        found[DISPATCHER] = "flex" if config.tokens_once else "alltoall"
+        if config.tokens_once:
+            found[BACKEND] = "deepep"
     if config.layers:
         found[LAYOUT] = f"'{write_layout(config.layers, config.mtp_layers or 0)}'"
     if (config.pp or 1) > 1 or config.vpp is not None:
@@ -132,6 +137,8 @@ def read(text: str, source: str) -> ReadConfig:
     values = {key: value for key, value in said.items() if value.lower() not in ("null", "none")}
     found: dict[str, object] = {name: _number(values, key, source) for name, key in NUMBERS.items()}
     found |= {name: values[key].lower() == "true" for name, key in FLAGS.items() if key in values}
+    if DISPATCHER in values or found["ep"] == 1:
+        found["tokens_once"] = found["ep"] != 1 and values.get(DISPATCHER) == "flex"
     pipeline = int(str(found["pp"] or 1))
     devices = found["devices"] = devices_of(text, "GPUs")
     found |= _stages(values, said, pipeline, source)

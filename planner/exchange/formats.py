@@ -414,7 +414,7 @@ def _host(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
 
 
 def _beside(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    names = ("tensor_overlap", "expert_overlap")
+    names = ("tensor_overlap", "expert_overlap", "tokens_once")
     return {name: False for name in names if getattr(config, name) and name not in table.overlaps}
 
 

@@ -127,6 +127,7 @@ def read(text: str, source: str) -> ReadConfig:
         offload_activations=False,
         tensor_overlap=False,
         expert_overlap=False,
+        tokens_once=False,
     )
     for key in ("pipeline_type", "tp_consecutive_flags", "vtp", "vsp", "vcp", "embed_sdp", "default_dp_type"):
         raw.get(key)

@@ -65,6 +65,7 @@ NUMBERS = {
         "mtp_layers",
     )
 }
+DISPATCHER, BACKEND = "--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend"
 FLAGS = {
     name: KEYS[name]
     for name in (
@@ -120,7 +121,8 @@ READ = frozenset(
         "--nnodes",
         "--swiglu",
         "--normalization",
-        "--moe-token-dispatcher-type",
+        DISPATCHER,
+        BACKEND,
         "--moe-ffn-hidden-size",
         "--account-for-embedding-in-pipeline-split",
         "--account-for-loss-in-pipeline-split",
@@ -157,8 +159,9 @@ def arguments(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
         found[GROUP] = (str(interleaved_group(config.pp or 1, config.micro_batches or 1)),)
     if (config.ep or 1) > 1:
         found[KEYS["etp"]] = (str(config.etp or config.tp or 1),)
-        if config.expert_overlap:
-            found["--moe-token-dispatcher-type"] = ("alltoall",)
+        found[DISPATCHER] = ("flex",) if config.tokens_once else ("alltoall",)
+        if config.tokens_once:
+            found[BACKEND] = ("deepep",)
     if (config.cp or 1) > 1:
         found[KEYS["context_algorithm"]] = ("a2a" if config.context_algorithm == "all_to_all" else "p2p",)
     if config.offload_optimizer:
@@ -260,6 +263,7 @@ def read(text: str, source: str) -> ReadConfig:
     found |= {name: flag in options for name, flag in FLAGS.items()}
     for name in ("tp", "pp", "cp", "ep"):
         found[name] = found[name] or 1
+    found["tokens_once"] = found["ep"] != 1 and _value(options, DISPATCHER) == "flex"
     tensor, pipeline = int(str(found["tp"])), int(str(found["pp"]))
     found["etp"] = _number(options, KEYS["etp"], source) or tensor
     if tensor == 1:

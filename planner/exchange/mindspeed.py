@@ -43,8 +43,6 @@ def arguments(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
         found[CONTEXT] = (ALGORITHMS[str(config.context_algorithm)],)
     if folded:
         found[SCHEDULE] = ("dualpipev",)
-    if config.expert_overlap:
-        found["--moe-token-dispatcher-type"] = ("alltoall",)
     return found
 
 
@@ -200,6 +198,7 @@ def read_fsdp2(text: str, source: str) -> ReadConfig:
         offload_activations=False,
         tensor_overlap=False,
         expert_overlap=False,
+        tokens_once=False,
     )
     raw.get("parallel.ep_fsdp_size")
     return ReadConfig(config=config, not_read=raw.unread())

@@ -90,7 +90,7 @@ def _experts(config: TrainingConfig, dp: int, notes: list[str]) -> tuple[int, di
     if config.ep is not None:
         pins["ep"] = expert
     if expert > 1:
-        pins["expert_messages"] = "tokens"
+        pins["expert_messages"] = "once_a_node" if config.tokens_once else "tokens"
     return expert, pins
 
 

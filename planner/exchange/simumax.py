@@ -125,6 +125,7 @@ def read(text: str, source: str) -> ReadConfig:
         offload_activations=False,
         tensor_overlap=False,
         expert_overlap=False,
+        tokens_once=False,
         overlap_gradients=reduces and ranks > 1,
     )
     raw.pass_over("meshwright")

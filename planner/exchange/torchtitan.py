@@ -87,6 +87,7 @@ SILENT = frozenset(
         "overlap_gradients",
         "overlap_parameters",
         "expert_overlap",
+        "tokens_once",
         "first_layers",
         "last_layers",
     }

@@ -74,6 +74,7 @@ class TrainingConfig:
     offload_activations: bool | None = None
     tensor_overlap: bool | None = None
     expert_overlap: bool | None = None
+    tokens_once: bool | None = None
     overlap_gradients: bool | None = None
     overlap_parameters: bool | None = None
 
@@ -151,6 +152,7 @@ def config_of(plan: Plan, graph: OperatorGraph, *, overlaps: bool = True) -> Tra
         offload_activations=bool(plan.offload_ranges),
         tensor_overlap=plan.tensor_overlap,
         expert_overlap=plan.expert_overlap,
+        tokens_once=experts > 1 and plan.sent_once > 0,
         overlap_gradients=overlaps and data > 1,
         overlap_parameters=overlaps and data > 1 and sharded,
     )

@@ -6,14 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import gcd
 
+from planner.cost.software import run_for
+from planner.graph.experts import experts_per_token
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.planning.configured import undivided
 from planner.planning.hosted import left_out
 from planner.planning.one_stage import Candidate
+from planner.planning.prediction import predict_plan
+from planner.plans.capability import capability_of
+from planner.plans.pins import Pins
 from planner.plans.plan import Plan, Status, stored_parameters
 from planner.search.problem.states import SHARING
 from planner.sharding.rules import has_rule
 from simulator.errors import UnsupportedError
+from simulator.profiles import load_profile
 from simulator.program import Kernel
 from simulator.quantities import percent_text
 
@@ -30,6 +36,36 @@ def interrupted(candidates: Sequence[Candidate], explored_gap: float | None) -> 
         yield f"the search was interrupted: this is the best plan so far, at most {percent_text(gap)} from the best"
 
 
+def other_messages_of_experts(plan: Plan, graph: OperatorGraph, pins: Pins) -> Iterator[str]:
+    """Say what a plan would take whose tokens travel as its software could have them, where a pin has not said how."""
+    table = capability_of(plan.software)
+    if table is None or plan.degree("expert") == 1 or pins.expert_messages is not None:
+        return
+    once = experts_per_token(graph) if "tokens_once" in table.overlaps and not plan.sent_once else 0
+    # Stages one behind the other have no second micro-batch to compute beside messages.
+    beside = "expert_overlap" in table.overlaps and plan.micro_batches > 1 and plan.copies == 1
+    beside = beside and not plan.expert_overlap and (plan.pipeline == 1 or plan.virtual > 1)
+    ways = {
+        "expert_messages=once_a_node": ("each token once to each node (DeepEP, HybridEP)", {"sent_once": once}),
+        "expert_overlap=true": ("beside another micro-batch", {"expert_overlap": True}),
+    }
+    machine = load_profile(plan.hardware)
+    now = predict_plan(plan, graph, run_for(plan, machine)).step_time_s
+    for (pin, (how, change)), there in zip(ways.items(), (bool(once), beside), strict=True):
+        if not there:
+            continue
+        other = replace(plan, **change)  # type: ignore[arg-type]
+        found = predict_plan(other, graph, run_for(other, machine))
+        if found.fits and found.step_time_s < (1 - NOTICED_GAIN) * now:
+            more = "" if pin.startswith("expert_messages") else " --pin expert_messages=tokens"
+            yield (
+                f"tokens that travel to their experts {how} make a step {percent_text(1 - found.step_time_s / now)} "
+                f"shorter; use --pin {pin}{more}"
+            )
+
+
+NOTICED_GAIN = 0.01
+"""Part of a step that another way of messages has to save before it is said."""
 NOTICED_WHOLE = 0.05
 """Part of the parameters that may stay whole, as norms and biases do, before it is said."""
 NOTICED_SHARE, MEANINGLESS_SHARE = 0.01, 0.5

@@ -32,6 +32,7 @@ from planner.planning.plan_messages import (
     costs_left_out,
     idle_axes,
     interrupted,
+    other_messages_of_experts,
     proven,
     refuse_meaningless,
     unsharded,
@@ -264,6 +265,8 @@ def _planned(
     batches = better_batches(setting.search.global_batch, request.devices) if pins.dp is None else ()
     notes = (*without_rules(graph), *graph.notes, *batches, *hardware_notes(hardware, setting.dtype))
     notes += tuple(unsharded(candidates[0].plan, graph)) if candidates else ()
+    if candidates and request.sensitivity:
+        notes += tuple(other_messages_of_experts(candidates[0].plan, graph, pins))
     notes += (*costs_left_out(candidates), *idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
     return SearchResult(
         status=candidates[0].plan.certificate.status if candidates else Status.INFEASIBLE,

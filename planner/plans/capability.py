@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 Offload = Literal["offload_optimizer", "offload_parameters", "offload_activations"]
-Overlap = Literal["tensor_overlap", "expert_overlap"]
+Overlap = Literal["tensor_overlap", "expert_overlap", "tokens_once"]
 Algorithm = Literal["ring", "all_to_all"]
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 

@@ -177,6 +177,7 @@ def read(text: str, source: str) -> ReadConfig:
         offload_activations=bool(said.layers.swaps),
         tensor_overlap=False,
         expert_overlap=False,
+        tokens_once=False,
         **_of_layers(said, layers, pp, vpp),
     )
     notes = (*(note for note in said.notes if not note.startswith("not read")), *_copies(pins))

@@ -142,6 +142,7 @@ def read(text: str, source: str) -> ReadConfig:
         offload_activations=raw.flag("swap.enable"),
         tensor_overlap=raw.flag(KEYS["tensor_overlap"]),
         expert_overlap=raw.flag(KEYS["expert_overlap"]),
+        tokens_once=False,
     )
     raw.flag(KEYS["sequence_parallel"])
     sizes = transformers_config(raw.sections)

@@ -237,3 +237,20 @@ def test_groups_of_shards_are_gone_from_deepspeed() -> None:
 def test_numbers_that_no_configuration_has_are_refused(name: str, power: int) -> None:
     with pytest.raises(InputError, match="correct"):
         TrainingConfig(**{name: 2**power})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "once", "words"),
+    [
+        ("megatron", False, "--moe-token-dispatcher-type alltoall"),
+        ("megatron", True, "--moe-token-dispatcher-type flex"),
+        ("bridge", False, "model.moe_token_dispatcher_type=alltoall"),
+        ("bridge", True, "model.moe_flex_dispatcher_backend=deepep"),
+    ],
+)
+def test_experts_have_the_dispatcher_of_the_plan(name: str, once: bool, words: str) -> None:
+    """Megatron-LM would gather all tokens, and Megatron-Bridge do as its recipe has it."""
+    text = FORMATS[name].write(usual(ep=4, etp=2, tokens_once=once)).text
+    assert words in " ".join(text.split())
+    assert FORMATS[name].read(text, "config").config.tokens_once == once
+    assert "dispatcher" not in FORMATS[name].write(usual()).text

@@ -59,6 +59,7 @@ def training_configs(draw: st.DrawFn) -> TrainingConfig:
         offload_activations=draw(st.booleans()),
         tensor_overlap=sequence and draw(st.booleans()),
         expert_overlap=ep > 1 and draw(st.booleans()),
+        tokens_once=ep > 1 and draw(st.booleans()),
         overlap_gradients=overlaps,
         overlap_parameters=overlaps and sharding != "none",
     )
@@ -112,6 +113,7 @@ def usual(**changes: object) -> TrainingConfig:
         offload_activations=False,
         tensor_overlap=False,
         expert_overlap=False,
+        tokens_once=False,
         overlap_gradients=True,
         overlap_parameters=True,
     )
