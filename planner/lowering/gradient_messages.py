@@ -79,7 +79,7 @@ class GradientWriter:
         return number
 
     def message_tasks(self, moved: Sequence[Moved], *, on_host: bool = False) -> list[int]:
-        """Write a step of tensors on the way to a placement."""
+        """Write a step of parameters or gradients, no dim of which lies along the sequence, towards a placement."""
         (ref, *_, step), graph = moved[0], self.source.graph
         if not isinstance(step.operation, Collective):
             task = Task(
@@ -90,7 +90,7 @@ class GradientWriter:
                 bytes_moved=2.0 * self.source.local_bytes(graph.spec(ref), step.after),
                 on_host=on_host,
             )
-            return [self.work.add(task, local_move(self.source, moved[0]))]
+            return [self.work.add(task, local_move(moved[0]))]
         name = f"{step.operation} of {len(moved)} from {self.source.written_name(ref)}"
         return [self._collective(name, self.phase, moved, on_host)]
 

@@ -19,6 +19,7 @@ from planner.lowering.instructions import (
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.sharding.placement import Placements
 from planner.sharding.redistribution import Step
+from planner.sharding.sequence import SequenceCut
 from simulator.program import (
     Buffer,
     BufferKind,
@@ -49,11 +50,10 @@ class Draft:
     """The unit whose pass this is in."""
 
 
-def local_move(placed: PlacedGraph, moved: Moved) -> Slice | Mask:
-    """The instruction of a step that needs no message."""
-    ref, source, target, step = moved
+def local_move(moved: Moved, cut: SequenceCut | None = None) -> Slice | Mask:
+    """The instruction of a step that needs no message; `cut` says how a context axis shares the dim of a slice."""
+    _, source, target, step = moved
     if step.operation == "slice":
-        cut = placed.cut(ref, step.axis, step.split_dim)
         return Slice(source=source, target=target, axis=step.axis, dim=step.split_dim, cut=cut)
     return Mask(source=source, target=target, axis=step.axis)
 
@@ -142,7 +142,8 @@ class Writer:
             on_host=on_host,
             launched_with=self._pass(phase),
         )
-        self._add(task, local_move(source, moved), (value,), (made,))
+        cut = source.cut(ref, step.axis, step.split_dim) if step.operation == "slice" else None
+        self._add(task, local_move(moved, cut), (value,), (made,))
         return target
 
     def _lies_on_host(self, ref: TensorRef) -> bool:

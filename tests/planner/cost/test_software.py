@@ -32,6 +32,7 @@ from planner.execution.launch.starting import check_options
 from planner.execution.options import ExecuteOptions
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.checked import checked_graph
+from planner.lowering.instructions import Slice
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.analytic import differing_term
 from planner.planning.planning import (
@@ -67,7 +68,7 @@ from simulator.profiles import load_profile
 from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 from tests.planner.execution.small import place
-from tests.planner.lowering.steps import lowered_of, tasks_of
+from tests.planner.lowering.steps import lowered_of, steps, tasks_of
 from tests.planner.search.problems import captured
 
 DGX = load_profile("dgx-a100")
@@ -270,6 +271,16 @@ def test_gradients_that_are_summed_whole_are_cut_behind_the_sum() -> None:
         )
     (scattered, _), (nothing, whole) = sent
     assert nothing == 0 < scattered <= whole
+
+
+def test_gradients_on_a_context_axis_are_cut_in_equal_pieces_as_their_parameters_lie() -> None:
+    """No dim of a gradient lies along the sequence, not even one that is as long."""
+    pins = {"pp": "1", "dp": "2", "cp": "2", "tp": "1", "micro_batch": "4", "optimizer_sharding": "zero1"}
+    found = planned("aleph_alpha_scaling", **pins).candidates[0].plan
+    cuts = [one for _, one in steps(lowered_of(found, captured("gpt2-tiny"))) if isinstance(one, Slice)]
+    of_gradients = [one for one in cuts if ".gradient" in one.source]
+    assert of_gradients
+    assert all(one.cut is None for one in of_gradients)
 
 
 def test_messages_that_hide_travel_a_unit_at_once() -> None:
