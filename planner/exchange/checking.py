@@ -89,7 +89,7 @@ def read_file(path: Path, name: str | None) -> tuple[ExchangeFormat, ReadConfig]
         if found is None:
             raise InputError(f"config {path}: of no known format ({', '.join(FORMATS)}); name it with --format")
         form = found
-    return form, form.read(text, str(path))
+    return form, replace(form.read(text, str(path)), software=form.stated_software(text))
 
 
 def check(
@@ -138,6 +138,8 @@ def check(
 
 def _software(form: ExchangeFormat, read: ReadConfig) -> str:
     """The software that runs a configuration: with habits of its own where nothing travels beside kernels."""
+    if read.software:
+        return read.software
     names = form.table.software
     waits = read.config.overlap_gradients is False and (read.config.dp or 1) > 1
     return "megatron_lm" if waits and "megatron_lm" in names else next(iter(names), form.timed_as)

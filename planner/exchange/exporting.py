@@ -69,7 +69,7 @@ def export_plan(plan: Plan, graph: OperatorGraph, form: ExchangeFormat, *, round
         raise InputError(f"{form.table.framework} {form.version} does not take this plan: {broken[0]}")
     return Exported(
         config=nearest,
-        written=form.write(nearest),
+        written=form.stating(form.write(nearest), plan.software),
         cannot_say=tuple(_simulated(loss, plan, config, graph) for loss in losses),
     )
 

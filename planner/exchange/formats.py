@@ -9,7 +9,7 @@ from math import prod
 from typing import TypeAlias
 
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig, even_layers
-from planner.plans.capability import Capability, capabilities
+from planner.plans.capability import NAME_ENDS, Capability, capabilities
 from simulator.checks import near_divisors
 from simulator.errors import InputError
 from simulator.input_file import FileKind
@@ -49,6 +49,7 @@ class ReadConfig:
     not_read : keys that say nothing of the plan, or are not known
     violations : rules of the framework that the file breaks
     notes : what of the file is read only nearly, or has no effect
+    software : the framework's software that its plan was predicted for; "" where the file does not state it
     """
 
     config: TrainingConfig
@@ -56,6 +57,7 @@ class ReadConfig:
     not_read: tuple[str, ...] = ()
     violations: tuple[Violation, ...] = ()
     notes: tuple[str, ...] = ()
+    software: str = ""
 
 
 Rules: TypeAlias = Callable[[TrainingConfig], Iterator[Violation]]
@@ -99,6 +101,17 @@ class ExchangeFormat:
         """Rules that a configuration breaks: what holds everywhere, the framework's table, and its own rules."""
         found = [*_everywhere(config, self.keys), *_table(config, self.table, self.keys), *self.rules(config)]
         return list(dict.fromkeys(found))
+
+    def stating(self, written: Written, software: str) -> Written:
+        """The same with a comment that states what its plan is predicted for, if that is the framework's software."""
+        if self.suffix == ".json" or software.partition(NAME_ENDS)[0] not in self.table.software:
+            return written
+        return replace(written, text=f"{written.text}# Predicted for the software {software}\n")
+
+    def stated_software(self, text: str) -> str:
+        """The software that such a comment states; "" without one."""
+        found = re.search(r"^# Predicted for the software (\S{1,1000})$", text, re.MULTILINE)
+        return found[1] if found and found[1].partition(NAME_ENDS)[0] in self.table.software else ""
 
     def spoken(self, config: TrainingConfig) -> TrainingConfig:
         """What of a configuration a file of this format says."""
@@ -183,6 +196,14 @@ def unnamed_stages(config: TrainingConfig, key: str) -> Iterator[Violation]:
             rule="stages are named by their layers, and the network is no row of layers",
             remedy="plan with --pin pp=1",
         )
+
+
+def empty_chunks(config: TrainingConfig, key: str) -> Iterator[Violation]:
+    """The rule of formats in which every chunk of a pipeline has a layer."""
+    if config.layers and not all(config.layers):
+        counts = "-".join(map(str, config.layers))
+        remedy = "plan with --pin stage_layers=, one or more for each"
+        yield Violation(key=key, value=counts, rule="every chunk has a layer or more", remedy=remedy)
 
 
 def _table(config: TrainingConfig, table: Capability, keys: Mapping[str, str]) -> Iterator[Violation]:

@@ -282,7 +282,8 @@ def read(text: str, source: str, *, era: Era) -> ReadConfig:
     found["precision"] = "fp32" if raw.get("training.mixed_precision_param") == "float32" else "bf16"
     policy = raw.get("parallelism.fsdp_reshard_after_forward", "default")
     keeps = policy == "never" or (policy == "default" and pipeline > 1)
-    found["optimizer_sharding"] = "none" if shard == 1 else "zero2" if keeps else "zero3"
+    # FSDP shards over the ranks of both axes, data_parallel_shard and context parallelism.
+    found["optimizer_sharding"] = "none" if shard * context == 1 else "zero2" if keeps else "zero3"
     found["shard_size"] = shard if shard > 1 and replicas > 1 else 0
     found["sequence_parallel"] = tensor > 1 and bool(raw.get("parallelism.enable_sequence_parallel", True))
     found["context_algorithm"] = "ring" if context > 1 else "none"
@@ -366,6 +367,13 @@ def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
     shard = (config.shard_size or ranks) if config.optimizer_sharding not in (None, "none") else 1
     stage = prod((shard, context, tensor)) // ((config.etp or 1) if (config.ep or 1) > 1 else 1)
     yield from divides(KEYS["ep"], config.ep or 1, stage, "ranks of data_parallel_shard × context × tensor parallelism")
+    if context > 1 and config.optimizer_sharding == "none":
+        yield Violation(
+            key=KEYS["cp"],
+            value=str(context),
+            rule="FSDP shards parameters over context ranks",
+            remedy="plan with --pin optimizer_sharding=zero2 or zero3",
+        )
     divisor = (tensor if config.sequence_parallel or era is OLD else 1) * (2 * context if context > 1 else 1)
     if config.sequence_length and config.sequence_length % divisor:
         yield Violation(

@@ -252,7 +252,7 @@ class Configured:
         """
         options = (wanted, devices, limit_bytes, solves)
         if not self.hints:
-            return self._explore_messages(pins, options, incumbent_s, until_found, patience)
+            return self._explore_spaces(pins, options, incumbent_s, until_found, patience)
         try:
             return self._explore_meshes(pins, options, incumbent_s, until_found, patience)
         except ContextError:
@@ -261,7 +261,7 @@ class Configured:
         anywhere = replace(self, hints=replace(self.hints, anywhere=True))
         return anywhere._explore_meshes(pins, options, incumbent_s, until_found, patience)
 
-    def _explore_messages(
+    def _explore_spaces(
         self, pins: Pins, options: tuple[int, int | None, float | None, int | None], incumbent_s: float, first: bool,
         patience: Patience | None,
     ) -> Explored:  # fmt: skip
@@ -270,14 +270,30 @@ class Configured:
         Labels are the best at prices of time, kept bytes and parameters. What gathered weights cost besides depends on
         micro-batches and storages, which no price tells, so that labels with them may hide those without.
         """
-        explored = self._explore(pins, *options, incumbent_s, first, patience)
-        if not self._gathers_experts(pins) or explored.interrupted or (first and explored.found):
-            return explored
-        tokens = replace(pins, expert_messages="tokens")
-        extent = self.extent(tokens, options[1])
-        if next(bases(extent), None) is None:
-            return explored
-        return joined([explored, self._explore(tokens, *options, incumbent_s, first, patience)])
+        spaces = [pins]
+        if self._gathers_experts(pins):
+            tokens = replace(pins, expert_messages="tokens")
+            spaces = [pins, tokens] if pins.runs is None or pins.expert_messages else self._framework_experts(tokens)
+        done: list[Explored] = []
+        for space in spaces:
+            if done and next(bases(self.extent(space, options[1])), None) is None:
+                continue
+            done.append(self._explore(space, *options, incumbent_s, first, patience))
+            if done[-1].interrupted or (first and done[-1].found):
+                break
+        return joined(done) if len(done) > 1 else done[0]
+
+    @staticmethod
+    def _framework_experts(tokens: Pins) -> list[Pins]:
+        """What frameworks do with experts: there is no expert axis, or tokens travel over it; no weights are gathered.
+
+        Tensor ranks have part of the width of each expert (`expert_cut`), or whole ones of an expert axis.
+        """
+        assert tokens.runs is not None  # its caller asks for a framework's
+        found = [tokens] if tokens.ep else [replace(tokens, expert_messages=None, ep=1), tokens]
+        if tokens.expert_cut is None and tokens.tp != 1 and len(tokens.runs.expert_cut) > 1:
+            found.append(replace(tokens, expert_cut="whole"))
+        return found
 
     def _gathers_experts(self, pins: Pins) -> bool:
         """Whether ranks of an expert axis may gather the weights of others instead of sending tokens."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
+from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, empty_chunks
 from planner.exchange.keyed import Document, nested
 from planner.exchange.mindspore.layers import LayerSettings
 from planner.exchange.mindspore.mindformers import ALGORITHMS, PRECISIONS, Translated, translate
@@ -248,6 +248,7 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
                 remedy="plan with --pin pp=1 and one mode of recomputation",
             )
             return
+        yield from empty_chunks(config, KEYS["layers"])
         sizes = _chunks(config)
         if config.num_layers % (pipeline * virtual) and not config.layers:
             yield Violation(

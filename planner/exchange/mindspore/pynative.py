@@ -13,7 +13,16 @@ from typing import Any
 
 import yaml
 
-from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, devices_of, divides, unnamed_stages
+from planner.exchange.formats import (
+    ExchangeFormat,
+    ReadConfig,
+    Violation,
+    Written,
+    devices_of,
+    divides,
+    empty_chunks,
+    unnamed_stages,
+)
 from planner.exchange.keyed import Document, nested
 from planner.exchange.training_config import MOST_LAYERS, TrainingConfig, even_layers
 from planner.networks.mindformers_config import transformers_config
@@ -224,6 +233,7 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             remedy="use interleaved_1f1b with two chunks or more, and another with one",
         )
     yield from unnamed_stages(config, LAYERS)
+    yield from empty_chunks(config, LAYERS)
 
 
 def recognises(name: str, text: str) -> bool:

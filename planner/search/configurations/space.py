@@ -200,6 +200,8 @@ def expert_cut(pins: Pins, configuration: Configuration) -> str:
     c = configuration
     if pins.ep == c.expert * c.tensor and counts_tensor_ranks(pins, c.data_parallel, c.tensor):
         return "whole"
+    if pins.runs is not None and pins.expert_cut is None and pins.expert_messages != "any" and c.tensor > 1:
+        return "width" if c.expert == 1 or "width" in pins.runs.expert_cut else "whole"
     return pins.expert_cut or "any"
 
 
