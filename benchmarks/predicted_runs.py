@@ -91,6 +91,7 @@ class Predictor:
         request = self.workplace.request(run, limited=False)
         search = self._search(run, request)
         told = {name: search.base[name] for name in ("tensor_overlap", "expert_overlap", "sent_once")}
+        told |= {"language": run.sequence_length is not None, "optimizer": request.optimizer or ""}
         hardware = as_run(changed(load_profile(request.hardware)), run.software, run.attention, **told)
         if (run, hardware) not in self.known:
             with limited(self.limit_s):

@@ -128,6 +128,8 @@ class TrainingPart(Part):
     low_precision: Sourced[Positive] | None = None
     attention: Sourced[Positive] | None = None
     memory: Sourced[Positive] | None = None
+    convolution: Sourced[Positive] | None = None
+    image: Sourced[Positive] | None = None
     inside: Sourced[Positive] | None = None
     outside: Sourced[Positive] | None = None
     launch: Sourced[Positive] | None = None

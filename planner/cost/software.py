@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -39,7 +39,7 @@ from planner.plans.exchange import Exchange
 from simulator.errors import InputError
 from simulator.expert_messages import EXPERT_EXPOSED, EXPERT_LOAD, SENT_ONCE
 from simulator.hardware import Hardware, Uncertainty
-from simulator.kernels.convolution import COPIES
+from simulator.kernels.convolution import COPIES, SINGLE_COPIES
 from simulator.launches import (
     DISPATCH,
     DISPATCH_S,
@@ -54,6 +54,7 @@ from simulator.launches import (
 )
 from simulator.profile_file import validation_problems
 from simulator.profiles import load_profile
+from simulator.program import Kernel
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
@@ -66,12 +67,14 @@ NetworkFamily = Literal["image", "language", "features"]
 
 SUMS = "planned_accumulation"
 """Key of a profile's training: factor on the time of sums of gradients over micro-batches."""
+_FUSED_OPTIMIZERS = ("sgd", "momentum")
+"""Optimizers that MindSpore has a kernel for (``ApplyMomentum``); others are operators, as its coefficient has them."""
 _FIXED = {STEP: "step_overhead_s", MICRO_BATCH: "micro_batch_overhead_s"}
 
 SOFTWARE: Mapping[str, Software] = shipped_stacks().software
 """Software by name, as ``hw_profiles/software/stacks.yaml`` has it."""
 SETTINGS = (
-    "overlaps", "gradient_dtype", "whole_sums", "single_gathers", "deterministic", "fused_sums",
+    "overlaps", "gradient_dtype", "whole_sums", "single_gathers", "deterministic", "fused_sums", "fusion",
     *MemoryHabits.model_fields,
 )  # fmt: skip
 """Settings that may follow the name of software."""
@@ -184,6 +187,8 @@ def as_run(
     software: str,
     attention: str,
     *,
+    language: bool = True,
+    optimizer: str = "",
     tensor_overlap: bool = False,
     expert_overlap: bool = False,
     sent_once: int = 0,
@@ -195,9 +200,15 @@ def as_run(
     on their way to experts beside another micro-batch. Where a token goes to ``sent_once`` experts, it travels once to
     each node that has some of them; 0 where it travels once for each expert. With ``expert_imbalance`` the busiest rank
     of experts gets so many times an even share of the tokens: messages that have places for more have to have more.
+    Without ``language``, where the network has no sequence, kernels bound by memory are those of images. ``optimizer``
+    is the plan's.
     """
     found = as_run_by(hardware, software)
     told: dict[str, float] = {}
+    if software and not language:
+        told["planned_memory"] = found.training["planned_image"]
+    if software and software_named(software).stack is Stack.MINDSPORE and optimizer in _FUSED_OPTIMIZERS:
+        told["planned_optimizer"] = 1.0
     if software and not check_attention(attention):
         attention = software_named(software).attention.get(family_of(hardware.device_name), "")
     if check_attention(attention) in FUSED:
@@ -232,6 +243,7 @@ def run_for(plan: Plan, hardware: Hardware) -> Hardware:
     """A cluster as it runs a plan: with its software, its attention, and how its messages travel."""
     return as_run(
         hardware, plan.software, plan.attention,
+        language=plan.sequence_length is not None, optimizer=plan.optimizer,
         tensor_overlap=plan.tensor_overlap, expert_overlap=plan.expert_overlap, sent_once=plan.sent_once,
         expert_imbalance=plan.expert_imbalance,
     )  # fmt: skip
@@ -283,14 +295,11 @@ def norms_of(software: str, norms: str) -> str:
     return FUSED_NORMS if traits_of(software_named(software).stack).fused_rms_norm else ""
 
 
-def _copies_around_convolutions(stack: Stack, file: SoftwareFile) -> float:
-    """How often what convolutions move is copied around them, as whole steps of vision networks have it (``casts``).
-
-    Only PyTorch without a compiler leaves channels in front unless told otherwise (``memory_format``).
-    """
-    if stack is not Stack.EAGER:
-        return 0.0
-    return file.layered.stacks.get(str(stack), {}).get("casts", 0.0)
+def _copies(hardware: Hardware) -> Iterator[tuple[str, str]]:
+    """Yield the kinds of copies around convolutions: float32 is copied where tensor units multiply it, in TF32."""
+    yield COPIES, "copies"
+    if hardware.peak("float32", Kernel.CONVOLUTION) >= hardware.peak("float16", Kernel.CONVOLUTION) / 2:
+        yield SINGLE_COPIES, "single_copies"
 
 
 def as_run_by(hardware: Hardware, software: str) -> Hardware:
@@ -332,10 +341,9 @@ def _as_run_by(hardware: Hardware, software: str, file: SoftwareFile) -> Hardwar
         training[SEND_STALL] = own["pipeline_exposed"]
     if known.single_gathers and "shard_apart" in own:
         training[SHARDED] = own["shard_apart"]
-    copies = _copies_around_convolutions(stack, file)
-    if copies and not on_ascend:
-        # The factor on convolutions is of runs that have no copies.
-        training[COPIES] = copies / training.get("planned_convolution", training.get("convolution", 1.0))
+    if not on_ascend:
+        # The factor on convolutions is not one on the copies around them.
+        training |= {key: own.get(name, 0.0) / training["planned_convolution"] for key, name in _copies(hardware)}
     overlaps = hardware.overlaps_communication and known.overlaps
     named = f"{hardware.hash} {software}"
     if file is not shipped_software():

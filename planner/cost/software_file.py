@@ -31,7 +31,7 @@ SHIPPED = "training.yaml"
 STACKS = "stacks.yaml"
 STACK_COEFFICIENTS = (
     "matmul", "memory", "optimizer", "launch_s", "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed",
-    "pipeline_exposed", "shard_apart", "context_exposed",
+    "pipeline_exposed", "shard_apart", "context_exposed", "convolution", "image", "copies", "single_copies",
 )  # fmt: skip
 """Of a software stack: factors, seconds, and shares of messages that stay visible."""
 SOFTWARE = FileKind(name="software file", remedy=REMEDY, error=ProfileError)
@@ -165,7 +165,7 @@ class Software(Part):
     single_gathers: bool = False
     deterministic: bool = False
     fused_sums: bool = False
-    fusion: Literal["single", "products", "compiler", "library"] = "single"
+    fusion: Literal["single", "batch_norms", "products", "compiler", "library"] = "single"
     attention: dict[str, Literal["flash", "flash2", "vendor"]] = Field(default_factory=dict)
     memory: MemoryHabits = Field(default_factory=MemoryHabits)
 

@@ -108,6 +108,8 @@ def factors_of(stack: Mapping[str, float]) -> dict[str, float]:
     return {
         "matmul": stack.get("matmul", 1.0),
         "memory": stack.get("memory", 1.0),
+        "convolution": stack.get("convolution", 1.0),
+        "image": stack.get("image", 1.0),
         "optimizer": stack.get("optimizer", 1.0),
     }
 

@@ -28,9 +28,12 @@ multiplies what reads the same tensor at once (Megatron-Core with Transformer En
 PRODUCTS = "products"
 """Operators run one by one, but products that read the same tensor are one, as networks are written for it
 (Megatron-DeepSpeed, LLM Foundry)."""
+BATCH_NORMS = "batch_norms"
+"""Operators run one by one, but batch norms take the sum and the ReLU behind them along, and their gradients those in
+front (cuDNN's fused kernels for 16-bit images with channels last: ``CUDNN_BATCHNORM_OPS_BN_ADD_ACTIVATION``)."""
 SINGLE = "single"
 """Operators run one by one (PyTorch without a compiler)."""
-KINDS = (COMPILER, LIBRARY, PRODUCTS, SINGLE)
+KINDS = (COMPILER, LIBRARY, PRODUCTS, BATCH_NORMS, SINGLE)
 
 _POINTWISE = frozenset({Kernel.ELEMENTWISE, Kernel.ACCUMULATION, Kernel.ACTIVATION, Kernel.TRANSCENDENTAL, Kernel.COPY})
 _GATHERS = frozenset({"aten.gather.default"})
@@ -40,6 +43,7 @@ _SCATTERS = frozenset({"aten.scatter.src", "aten.scatter_add.default"})
 _ADAPTED = frozenset({"base_layer", "lora_A", "lora_B"})
 """Parts of products with adapters (`planner.networks.adapted_modules`)."""
 _PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
+_AROUND_NORMS = frozenset({"aten.add.Tensor", "aten.relu.default", "aten.threshold_backward.default"})
 _SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_full.default", "aten.zeros_like.default"})
 """Read nothing of their tensor."""
 _WHOLE_NUMBERS = frozenset({"int64", "int32", "bool"})
@@ -92,7 +96,7 @@ def with_fusion(graph: OperatorGraph, kind: str, *, joined: bool = False) -> Ope
         return graph
     joined = joined or kind in (LIBRARY, PRODUCTS)
     moved = _Fusion(graph=graph, kind=kind, joined=joined).moved() if joined or kind != SINGLE else {}
-    if kind in (SINGLE, PRODUCTS):
+    if kind in (SINGLE, PRODUCTS, BATCH_NORMS):
         moved |= _wide_norms(graph)
     passes = {*LOSSES, *(_GATHERS | _SCATTERS if kind in (COMPILER, LIBRARY) else ())}
     nodes = [replace(n, kernel=Kernel.ELEMENTWISE) if n.op in passes else n for n in graph.nodes]
@@ -198,7 +202,7 @@ class _Fusion:
         """Shares of inputs and outputs that kernels move, of those that do not move all."""
         found: dict[int, tuple[float, ...]] = {}
         fuses = self.kind in (COMPILER, LIBRARY)
-        for members in self.groups if fuses else ():
+        for members in self.groups if fuses or self.kind == BATCH_NORMS else ():
             found |= self._of_group(members)
         for index in self._beside_attention() if fuses else ():
             found[index] = self._nothing(index)
@@ -252,15 +256,25 @@ class _Fusion:
 
     def _passes_on(self, node: Node) -> bool:
         """Whether what reads an operator's result can run in its kernel."""
-        return node.kernel in _POINTWISE or node.op in _GATHERS
+        if node.kernel is Kernel.BATCH_NORMALIZATION:
+            return node.phase is Phase.FORWARD
+        return (
+            node.op in _AROUND_NORMS if self.kind == BATCH_NORMS else node.kernel in _POINTWISE or node.op in _GATHERS
+        )
 
     def _takes(self, node: Node) -> bool:
         """Whether an operator can run in the kernel that makes what it reads."""
+        if node.kernel is Kernel.BATCH_NORMALIZATION:
+            return self.kind == COMPILER or node.phase is Phase.BACKWARD
+        if self.kind == BATCH_NORMS:
+            return node.op in _AROUND_NORMS
         norm = self.kind == COMPILER and node.kernel is Kernel.NORMALIZATION
         return node.kernel in _POINTWISE or node.kernel is Kernel.REDUCTION or node.op in _SCATTERS or norm
 
     def _joins(self, source_index: int, target_index: int) -> bool:
         source, target = self.graph.nodes[source_index], self.graph.nodes[target_index]
+        if self.kind == BATCH_NORMS and source.kernel is target.kernel:
+            return False  # neither sums nor activations in a row
         made = source.role in _RUN and source.phase is target.phase and _block(source) == _block(target)
         own = source_index not in self.sums_in_products and target_index not in self.sums_in_products
         return made and own and self._passes_on(source) and self._takes(target)
@@ -297,7 +311,8 @@ class _Fusion:
                     continue
                 if level[ref.node] == level[index] and self._joins(ref.node, index):
                     shared.add_edge(ref.node, index)
-                if node.kernel in _POINTWISE and index not in self.sums_in_products:
+                single = self.kind == BATCH_NORMS or index in self.sums_in_products
+                if node.kernel in _POINTWISE and not single:
                     shared.add_edge(beside.setdefault((ref, node.phase, _block(node), level[index]), index), index)
         return sorted(map(sorted, nx.connected_components(shared)))
 

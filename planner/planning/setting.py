@@ -129,8 +129,9 @@ def setting_of(
     pins = semi_automatic(request, pins)
     travel = _travelling(pins, graph)
     hardware = as_run(
-        profile, request.software, request.attention, expert_imbalance=request.expert_imbalance, **travel
-    ).with_headroom(request.memory_headroom)
+        profile, request.software, request.attention, language=network.sequence_length is not None,
+        optimizer=update.name, expert_imbalance=request.expert_imbalance, **travel,
+    ).with_headroom(request.memory_headroom)  # fmt: skip
     check_host_tables(pins, graph, hardware)
     base = _base_plan(request, network, graph, profile, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}

@@ -18,6 +18,7 @@ from planner.cost.training_run import LayeredNetwork, TrainingRun, TransformerSh
 from planner.published.fitting import Fit, FloatArray, Responses, StepFit, responses
 from planner.published.fitting_layered import LayeredFit, fit_layered
 from planner.published.layered.prediction import parameters_of, predict_layered
+from planner.published.pinned import NotPinnedError, pinned_run
 from planner.published.reading import MeasuredRow
 from simulator.errors import InputError
 
@@ -54,25 +55,24 @@ class Folds:
 
     Parameters
     ----------
-    transformers, planned
-        Rows of transformers, and how their plans respond to each kind of work, in the same order.
+    rows, planned
+        Rows with a plan, and how their plans respond to each kind of work, in the same order.
     layered
-        Rows of networks described layer by layer.
+        Rows of networks described layer by layer, those with a plan among them.
     """
 
-    def __init__(
-        self, transformers: Sequence[MeasuredRow], planned: Responses, layered: Sequence[MeasuredRow] = ()
-    ) -> None:
+    def __init__(self, rows: Sequence[MeasuredRow], planned: Responses, layered: Sequence[MeasuredRow] = ()) -> None:
         known = np.isfinite(planned.time_s) & np.isfinite(planned.response_s).all(axis=1)
-        self._transformers = [row for row, counts in zip(transformers, known, strict=True) if counts]
+        self._planned = [row for row, counts in zip(rows, known, strict=True) if counts]
         self._layered = list(layered)
-        self.rows = (*self._transformers, *self._layered)
+        self._by_layers = [row for row in layered if not _has_plan(row)]
+        self.rows = (*self._planned, *self._by_layers)
         self._before = planned.software
         self._steps: StepFit | None = None
         self._all: Fit | None = None
-        if self._transformers:
-            measured = np.array([row.measured_time_s for row in self._transformers])
-            steps = StepFit(planned.of(known), measured, [row.source for row in self._transformers])
+        if self._planned:
+            measured = np.array([row.measured_time_s for row in self._planned])
+            steps = StepFit(planned.of(known), measured, [row.source for row in self._planned])
             self._sane = np.abs(np.log(steps.planned.time_s / measured)) < _WIDEST_ERROR
             first = steps.fit(rows=self._sane)
             self._sane &= (np.abs(first.residuals) < _TRIMMED) | (steps.trust < 1)
@@ -94,7 +94,7 @@ class Folds:
 
     def residuals(self) -> FloatArray:
         """Logarithms of predicted over measured of `rows`, by the fit on all."""
-        layered = _layered_logarithms(self._layered, _coefficients(self._all_layered))
+        layered = _layered_logarithms(self._by_layers, _coefficients(self._all_layered))
         return np.concatenate([np.empty(0) if self._all is None else self._all.residuals, layered])
 
     def held_out(self) -> FloatArray:
@@ -103,10 +103,10 @@ class Folds:
         for source in self.sources:
             own = np.array([row.source == source for row in self.rows])
             steps = self._steps_without(source)
-            layered = [row for row in self._layered if row.source == source]
+            layered = [row for row in self._by_layers if row.source == source]
             found[own] = np.concatenate(
                 [
-                    np.empty(0) if steps is None else steps.residuals[own[: len(self._transformers)]],
+                    np.empty(0) if steps is None else steps.residuals[own[: len(self._planned)]],
                     _layered_logarithms(layered, self._layered_without(source)),
                 ]
             )
@@ -128,20 +128,24 @@ class Folds:
         if steps is not None:
             # What no row speaks for stays as it is.
             known = SoftwareCoefficients(
-                devices={**known.devices, **steps.software.devices},
-                stacks={**known.stacks, **steps.software.stacks},
+                devices=_merged(known.devices, steps.software.devices),
+                stacks=_merged(known.stacks, steps.software.stacks),
                 attention={**known.attention, **steps.software.attention},
             )
         return replace(self._before, coefficients=known, layered=layered if self._layered else self._before.layered)
 
 
 def planned_folds(rows: Sequence[MeasuredRow]) -> Folds:
-    """Plan at most `MOST_ROWS` transformers of each source, evenly chosen, a dozen times each, and fit them."""
+    """Plan at most `MOST_ROWS` transformers and as many other networks of each source, evenly chosen, and fit them.
+
+    Each is planned up to a dozen times.
+    """
     taught = [row for row in rows if usable(row)]
-    by_source: dict[str, list[MeasuredRow]] = {}
+    by_source: dict[tuple[str, bool], list[MeasuredRow]] = {}
     for row in taught:
-        if isinstance(_run(row).network, TransformerShape):
-            by_source.setdefault(row.source, []).append(row)
+        transformer = isinstance(_run(row).network, TransformerShape)
+        if transformer or _has_plan(row):
+            by_source.setdefault((row.source, transformer), []).append(row)
     chosen = [row for own in by_source.values() for row in own[:: max(1, -(-len(own) // MOST_ROWS))]]
     planned = responses([_run(row) for row in chosen], shipped_software())
     return Folds(chosen, planned, [row for row in taught if isinstance(_run(row).network, LayeredNetwork)])
@@ -211,6 +215,20 @@ def _layered_logarithms(rows: Sequence[MeasuredRow], coefficients: LayeredCoeffi
     runs = [_run(row) for row in rows]
     told = [predict_layered(run, parameters_of(coefficients, run)).step_time_s for run in runs]
     return np.log(np.array(told) / np.array([row.measured_time_s for row in rows])) if rows else np.empty(0)
+
+
+def _merged(
+    known: Mapping[str, Mapping[str, float]], found: Mapping[str, Mapping[str, float]]
+) -> dict[str, Mapping[str, float]]:
+    return {**known, **{owner: {**known.get(owner, {}), **values} for owner, values in found.items()}}
+
+
+def _has_plan(row: MeasuredRow) -> bool:
+    try:
+        pinned_run(_run(row))
+    except NotPinnedError:
+        return False
+    return True
 
 
 def _coefficients(fit: LayeredFit | None) -> LayeredCoefficients:

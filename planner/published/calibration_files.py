@@ -11,7 +11,7 @@ from planner.cost.layered_parameters import LayeredCoefficients
 from planner.cost.software_file import SHIPPED, SOFTWARE_FOLDER, write_software
 from planner.cost.stacks import family_of
 from planner.published.calibrating import INSIDE, Calibration, rows_by_device, rows_by_stack
-from planner.published.fitting import DEVICE_PRIORS, FloatArray
+from planner.published.fitting import FloatArray
 from simulator.calibration.profile_text import with_fields
 from simulator.hardware import PROFILE_SUFFIX
 from simulator.profiles import check_profile
@@ -34,7 +34,7 @@ def write_calibration(calibration: Calibration, folder: Path) -> list[Path]:
         if values is None:
             continue
         source = _source(by_device[family], f"on devices of the {family} family")
-        fields = {f"training.{name}": {"value": _rounded(values[name]), "source": source} for name in DEVICE_PRIORS}
+        fields = {f"training.{name}": {"value": _rounded(values[name]), "source": source} for name in values}
         write_whole(path, with_fields(path.read_text(encoding="utf-8"), fields))
         written.append(path)
     return written

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.cost.software_file import SoftwareCoefficients, SoftwareFile
-from planner.cost.training_run import OptimizerSharding, RunPrediction, TrainingRun, TransformerShape
+from planner.cost.stacks import Stack
+from planner.cost.training_run import LayeredNetwork, OptimizerSharding, RunPrediction, TrainingRun, TransformerShape
 from planner.published.planned import predict_planned
 
 FloatArray = npt.NDArray[np.float64]
@@ -63,6 +64,21 @@ STACK_PRIORS = {
     "shard_apart": Prior(centre=5.0, spread=0.7),
     "context_exposed": Prior(centre=0.3, spread=0.5),
 }
+IMAGE_DEVICE_PRIORS = {"convolution": Prior(centre=1.0, spread=0.1), "image": Prior(centre=1.0, spread=0.05)}
+IMAGE_STACK_PRIORS = {
+    "convolution": Prior(centre=1.0, spread=0.2),
+    "image": Prior(centre=1.0, spread=0.1),
+    "copies": Prior(centre=0.1, spread=0.5),
+    "single_copies": Prior(centre=4 / 3, spread=0.1),
+}
+"""Of networks without a sequence. Profiles say what convolutions and streams of large tensors reach.
+
+Where images lie in planes, input and output of a convolution on tensor units are turned around: both are read and
+written once more (2), but for the outputs of kernels that write planes themselves (``nhwckrsc_nchw`` of cuDNN; 4/3 if
+all of two passes do). Frameworks put channels last for 16 bits alone.
+"""
+_PLANES_PRIORS = {"copies": Prior(centre=3.0, spread=0.5)}
+"""Of PyTorch without a compiler, which leaves images in planes unless told otherwise (``memory_format``)."""
 PYTORCH_PRIORS = {
     "launch_s": Prior(centre=4e-5, spread=0.1),
     "step_overhead_s": Prior(centre=0.01, spread=0.4),
@@ -123,17 +139,33 @@ def _has_experts(run: TrainingRun) -> bool:
     return isinstance(run.network, TransformerShape) and run.network.experts is not None
 
 
+def _of_images(run: TrainingRun) -> bool:
+    return isinstance(run.network, LayeredNetwork)
+
+
+def _of_words(run: TrainingRun) -> bool:
+    return not _of_images(run)
+
+
+def _in_half(run: TrainingRun) -> bool:
+    return run.setup.precision in ("fp16", "bf16")
+
+
 WORK = (
-    Work(name="matmul", devices=("matmul",)),
+    Work(name="matmul", devices=("matmul",), matters=_of_words),
     Work(name="low_precision", devices=("low_precision",), matters=lambda run: run.setup.precision in ("fp8", "fp4")),
-    Work(name="attention", devices=("attention",)),
-    Work(name="memory", devices=("memory",)),
+    Work(name="attention", devices=("attention",), matters=_of_words),
+    Work(name="memory", devices=("memory",), matters=_of_words),
+    Work(name="convolution", devices=("convolution",), matters=_of_images),
+    Work(name="image", devices=("image",), matters=_of_images),
+    Work(name="copies", stacks=("copies",), matters=lambda run: _of_images(run) and _in_half(run)),
+    Work(name="single_copies", stacks=("single_copies",), matters=lambda run: _of_images(run) and not _in_half(run)),
     Work(name="inside", devices=("inside",), matters=lambda run: run.setup.devices > 1),
     Work(name="outside", devices=("outside",), matters=lambda run: run.setup.devices > 1),
     Work(name="launch", devices=("launch",)),
-    Work(name="optimizer", stacks=("optimizer",)),
-    Work(name="step", stacks=("step_overhead_s",)),
-    Work(name="micro_batch", stacks=("micro_batch_overhead_s",)),
+    Work(name="optimizer", stacks=("optimizer",), matters=_of_words),
+    Work(name="step", stacks=("step_overhead_s",), matters=_of_words),
+    Work(name="micro_batch", stacks=("micro_batch_overhead_s",), matters=_of_words),
     Work(name="pipeline_exposed", stacks=("pipeline_exposed",), matters=_pipelined),
     Work(name="tensor_exposed", stacks=("tensor_exposed",), matters=lambda run: run.setup.tp > 1),
     Work(name="context_exposed", stacks=("context_exposed",), matters=_has_experts),
@@ -144,8 +176,7 @@ WORK = (
 )  # fmt: skip
 """Kinds of work. What a stack makes of products, memory and launches multiplies what the device makes of them."""
 _WORK_OF: Mapping[str, tuple[str, ...]] = {
-    **{name: (name,) for name in DEVICE_PRIORS},
-    **{name: (name,) for name in STACK_PRIORS},
+    **{name: (name,) for name in (*DEVICE_PRIORS, *STACK_PRIORS, *IMAGE_STACK_PRIORS)},
     "launch_s": ("launch",),
     "step_overhead_s": ("step",),
     "micro_batch_overhead_s": ("micro_batch",),
@@ -196,7 +227,7 @@ def responses(
 
 
 def _own(run: TrainingRun) -> dict[str, float]:
-    return {name: run.hardware.training.get(name, 1.0) for name in DEVICE_PRIORS}
+    return {name: run.hardware.training.get(name, 1.0) for name in DEVICE_PRIORS | IMAGE_DEVICE_PRIORS}
 
 
 def _slower(software: SoftwareFile, work: Work) -> SoftwareFile:
@@ -239,18 +270,22 @@ class StepFit:
         self.trust = np.where(doubtful, 0.3, 1.0)
         self.families, self.family = _codes([run.family for run in runs])
         self.stacks, self.stack = _codes([run.stack_key for run in runs])
-        self.kernels, self.kernel = _codes([str(run.setup.attention) for run in runs])
+        self.kernels, self.kernel = _codes([str(run.setup.attention) if _of_words(run) else "" for run in runs])
         entries = [
             (family, name, prior, known.devices.get(family, {}).get(name, 1.0))
             for family in self.families
-            for name, prior in _device_priors(family).items()
+            for name, prior in _device_priors(family, [run for run in runs if run.family == family]).items()
         ]
         entries += [
             (stack, name, prior, known.stacks.get(stack, {}).get(name, 0.0))
             for stack in self.stacks
-            for name, prior in ((name, _stack_prior(stack, name)) for name in STACK_PRIORS)
+            for name, prior in _stack_priors(stack, [run for run in runs if run.stack_key == stack]).items()
         ]
-        entries += [(kernel, "attention", ATTENTION_PRIOR, known.attention.get(kernel, 1.0)) for kernel in self.kernels]
+        entries += [
+            (kernel, "attention", ATTENTION_PRIOR, known.attention.get(kernel, 1.0))
+            for kernel in self.kernels
+            if kernel
+        ]
         self.names = [(owner, name) for owner, name, _, _ in entries]
         self.centres: FloatArray = np.log([prior.centre for _, _, prior, _ in entries])
         self.spreads: FloatArray = np.array([prior.spread for _, _, prior, _ in entries])
@@ -315,7 +350,7 @@ class StepFit:
         return SoftwareCoefficients(
             devices={family: found[family] for family in self.families},
             stacks={stack: found[stack] for stack in self.stacks},
-            attention={kernel: found[kernel]["attention"] for kernel in self.kernels},
+            attention={kernel: found[kernel]["attention"] for kernel in self.kernels if kernel},
         )
 
 
@@ -323,13 +358,18 @@ def _gathers_apart(run: TrainingRun) -> bool:
     return run.setup.optimizer_sharding is OptimizerSharding.ZERO3 and not run.setup.overlap_parameters
 
 
-def _device_priors(family: str) -> dict[str, Prior]:
-    return DEVICE_PRIORS | (_HOST_PRIORS if family.startswith("ascend") else {})
+def _device_priors(family: str, runs: Sequence[TrainingRun]) -> dict[str, Prior]:
+    """Of the coefficients that some of the runs on a family of devices speak for."""
+    words = DEVICE_PRIORS | (_HOST_PRIORS if family.startswith("ascend") else {})
+    return (words if any(map(_of_words, runs)) else {}) | (IMAGE_DEVICE_PRIORS if any(map(_of_images, runs)) else {})
 
 
-def _stack_prior(stack: str, name: str) -> Prior:
+def _stack_priors(stack: str, runs: Sequence[TrainingRun]) -> dict[str, Prior]:
+    """Of the coefficients that some of the runs with a stack speak for."""
     usual = DETERMINISTIC_PRIORS if stack.endswith("_deterministic") else PYTORCH_PRIORS if stack in _ONE_BY_ONE else {}
-    return _OWN_PRIORS.get(stack, usual).get(name, STACK_PRIORS[name])
+    words = STACK_PRIORS | _OWN_PRIORS.get(stack, usual)
+    images = IMAGE_STACK_PRIORS | (_PLANES_PRIORS if stack == Stack.EAGER else {})
+    return (words if any(map(_of_words, runs)) else {}) | (images if any(map(_of_images, runs)) else {})
 
 
 def _minimise(

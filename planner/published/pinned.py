@@ -27,6 +27,7 @@ from planner.cost.training_run import (
     TransformerShape,
 )
 from planner.cost.work import OPTIMIZERS
+from planner.graph.fusion import SINGLE
 from planner.networks.adapters import ALL_LINEAR
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.hints import Hint, hint
@@ -36,6 +37,9 @@ from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
 
+FUSED_IN_HALF = (Stack.MXNET, Stack.PADDLE)
+"""What fuses norms with what follows them where channels are last, which NVIDIA's examples have in half precision only
+(``MxNet/Classification/RN50v1.5/runner``, ``PaddlePaddle/Classification/RN50v1.5/scripts/training``)."""
 OF_FRAMES = "frames_"
 """How factories of `planner.networks.quartznet` begin, whose module needs torch."""
 RESNETS = ("resnet50", "resnet50v1_5", "resnet50_v1_5", "rn50v1_5")
@@ -192,6 +196,10 @@ def software_of(setup: TrainingSetup, *, transformer: bool = True) -> str:
     gathers = setup.optimizer_sharding is OptimizerSharding.ZERO3 and setup.dp > 1
     overlaps = setup.overlap_parameters if gathers and transformer else setup.overlap_gradients
     wanted: dict[str, object] = {"overlaps": overlaps}
+    if not transformer and (
+        setup.plain_graph or (setup.stack in FUSED_IN_HALF and setup.precision not in ("fp16", "bf16"))
+    ):
+        wanted["fusion"] = SINGLE
     if transformer:
         usual = usual_gradient_bytes(setup.stack, setup.precision)
         wanted |= {setting: getattr(setup, setting) for setting in MemoryHabits.model_fields if hasattr(setup, setting)}

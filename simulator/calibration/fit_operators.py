@@ -54,7 +54,6 @@ FLASH_SPEED = 0.5
 """FlashAttention's speed as a part of FlashAttention-2's: Dao, "FlashAttention-2", 2023, abstract."""
 HEAD_SIZE = 128.0  # of the heads that such statements are about
 LARGE = 1e11  # FLOPs of a product that keeps the whole device busy
-CONVOLUTION = "operators.convolution_efficiency"
 
 
 @dataclass(kw_only=True)
@@ -86,18 +85,9 @@ def operator_fits(folder: Path, profile: str) -> OperatorFits:
     """Fields of one profile with the fits behind them."""
     base = _base(folder, profile)
     result = OperatorFits(fields=dict(base.fields), fits=list(base.fits))
-    for name in (profile, *rows_of(profile).like):
-        if not rows_of(name).images:
-            continue
-        shaped, roofline = _convolution(folder, name)
-        if name == profile:
-            result.add(shaped, CONVOLUTION, {"value": shaped.numbers["efficiency"]})
-            place = "kernels.convolution.compute_efficiency"
-            result.add(roofline, place, {"value": roofline.numbers["efficiency"]})
-        else:
-            content = {"value": shaped.numbers["efficiency"], "source": shaped.source()}
-            result.fields[CONVOLUTION] = _assumed(content, name)
-        break
+    if rows_of(profile).images:
+        fit = _convolution(folder, profile)
+        result.add(fit, "kernels.convolution.compute_efficiency", {"value": fit.numbers["efficiency"]})
     return result
 
 
@@ -326,8 +316,8 @@ def _scaled(content: Mapping[str, object], efficiency: float, profile: str, why:
 
 
 @lru_cache(maxsize=32)
-def _convolution(folder: Path, profile: str) -> tuple[Fit, Fit]:
-    """Convolutions by shape and by roofline on the profile's device."""
+def _convolution(folder: Path, profile: str) -> Fit:
+    """Convolutions by the roofline on the profile's device."""
     rows, hardware = rows_of(profile), load_profile(profile)
     fields = _base(folder, profile).fields
     what = "16-bit ResNet-50 training rates of 1 to 8 devices"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -278,7 +278,7 @@ def fit_rows_of_groups(what: str, frame: pd.DataFrame, ratios: FloatArray) -> Fi
     )
 
 
-def resnet50_kernels(hardware: Hardware, batch: int, efficiency: float | None) -> float:
+def resnet50_kernels(hardware: Hardware, batch: int) -> float:
     """Seconds of the kernels of one ResNet-50 v1.5 training step on 16-bit numbers.
 
     Every convolution runs forward and as its two gradients (the first one's input has none); the normalisation and
@@ -288,7 +288,7 @@ def resnet50_kernels(hardware: Hardware, batch: int, efficiency: float | None) -
     side, inputs, outputs, window, stride, times = table.T
     pixels = batch * (side // stride) ** 2
     dtype = hardware.default_precision
-    with_efficiency = replace(hardware, convolution_efficiency=efficiency)
+    with_efficiency = replace(hardware, convolution_efficiency=None)
     convolution = convolution_time(
         with_efficiency,
         dtype,
@@ -332,29 +332,20 @@ def image_rates(folder: Path, accelerator: str) -> FloatArray:
     return rate.dropna().to_numpy(float)
 
 
-def fit_convolution(hardware: Hardware, rates: FloatArray, what: str, batch: int = 128) -> tuple[Fit, Fit]:
-    """Efficiency of convolutions that meets ResNet-50 training rates, the other classes as they are.
+def fit_convolution(hardware: Hardware, rates: FloatArray, what: str, batch: int = 128) -> Fit:
+    """Part of the peak that convolutions reach by the roofline, to meet ResNet-50 training rates.
 
-    First as a part of the rate of matrix products of their shape, then as a part of the peak, for the roofline.
+    The other classes are as they are. ``convolution_efficiency``, of convolutions by shape, is told by planned steps.
     """
 
-    def shaped(value: float) -> float:
-        return resnet50_kernels(hardware, batch, value)
-
-    def roofline(value: float) -> float:
+    def ratios(value: float) -> FloatArray:
         model = replace(hardware.kernels[Kernel.CONVOLUTION], compute_efficiency=value)
-        return resnet50_kernels(replace(hardware, kernels={**hardware.kernels, Kernel.CONVOLUTION: model}), batch, None)
+        changed = replace(hardware, kernels={**hardware.kernels, Kernel.CONVOLUTION: model})
+        return np.asarray(np.log(resnet50_kernels(changed, batch) / batch * rates))
 
-    fits = []
-    for name, seconds, limit in (("convolution by shape", shaped, 1.0), ("convolution", roofline, 0.8)):
-
-        def ratios(value: float, seconds: Callable[[float], float] = seconds) -> FloatArray:
-            return np.asarray(np.log(seconds(value) / batch * rates))
-
-        best = minimise(lambda values: float(np.abs(ratios(float(values[0]))).mean()), [0.5], [limit])
-        values = {"efficiency": rounded(float(best[0]))}
-        fits.append(Fit(name=name, what=what, numbers=values, ratios=ratios(float(best[0]))))
-    return fits[0], fits[1]
+    best = minimise(lambda values: float(np.abs(ratios(float(values[0]))).mean()), [0.5], [0.8])
+    values = {"efficiency": rounded(float(best[0]))}
+    return Fit(name="convolution", what=what, numbers=values, ratios=ratios(float(best[0])))
 
 
 def measured_name(rows: Rows) -> str:

@@ -11,10 +11,10 @@ from simulator.kernels.roofline import kernel_time
 from simulator.program import Kernel
 
 FloatArray = NDArray[np.float64]
-COPIES = "planned_convolution_copies"
-"""Key of a profile's training: by how much of what a convolution moves it is copied around in 16 bits, where the
-software is known and leaves channels in front: tensor units take them last."""
-_HALF = 2
+COPIES, SINGLE_COPIES = "planned_convolution_copies", "planned_single_convolution_copies"
+"""Keys of a profile's training: by how much of what a convolution moves it is copied around, in 16 bits and in float32
+on tensor units, where the software is known and leaves channels in front: tensor units take them last."""
+_HALF, _SINGLE = 2, 4
 _SMALL_WINDOW = 9.0
 """Places of a window that a kernel without products reads once."""
 
@@ -92,7 +92,8 @@ def convolution_kernel_time(
     share = hardware.grouped_convolution_efficiency or roofline.bandwidth_efficiency
     again = np.sqrt(np.maximum(depth / _SMALL_WINDOW, 1.0)) if hardware.grouped_convolution_efficiency else 1.0
     direct = np.maximum(vector, moved * again / (hardware.memory_bandwidth * share))
-    copied = hardware.training.get(COPIES, 0.0) if ELEMENT_BYTES.get(dtype) == _HALF else 0.0
+    key = {_HALF: COPIES, _SINGLE: SINGLE_COPIES}.get(int(ELEMENT_BYTES.get(dtype, 0)), "")
+    copied = hardware.training.get(key, 0.0)
     copies = copied * moved / (hardware.memory_bandwidth * hardware.kernels[Kernel.COPY].bandwidth_efficiency)
     kernels = np.where(groups > 1.0, np.minimum(seconds, direct), seconds)
     return np.asarray(passes * roofline.overhead_s + kernels + copies)

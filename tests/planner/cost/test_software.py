@@ -53,7 +53,7 @@ from planner.plans.plan import stored_parameters
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
 from simulator.hardware import Hardware
-from simulator.kernels.convolution import COPIES
+from simulator.kernels.convolution import COPIES, SINGLE_COPIES
 from simulator.launches import (
     DISPATCH_S,
     GRAPHED,
@@ -347,14 +347,39 @@ def test_execution_refuses_a_fused_kernel_that_it_cannot_choose(tmp_path: Path) 
     check_options(replace(plan, attention="unfused"), ExecuteOptions(strategy=tmp_path / "strategy.json"), None)
 
 
-def test_pytorch_copies_around_convolutions() -> None:
-    """The factor on convolutions is of runs without copies, and is not to shorten these."""
-    copying = [name for name in SOFTWARE if COPIES in as_run_by(DGX, name).training]
-    assert sorted(copying) == ["eager", "fsdp", "llm_foundry", "pytorch", "transformers_deepspeed"]
-    hardware = as_run_by(DGX, "eager")
+def test_software_copies_around_convolutions() -> None:
+    """The factor on convolutions is of runs without copies, and is not to shorten these.
+
+    PyTorch leaves 16-bit images in planes, all software those of float32, which V100 does not multiply on tensor units.
+    """
+    copies = {name: as_run_by(DGX, name).training[COPIES] for name in SOFTWARE}
+    assert min(copies["eager"], copies["pytorch"]) > 10 * max(copies[name] for name in ("channels_last", "mxnet"))
+    hardware, older = as_run_by(DGX, "eager"), as_run_by(load_profile("dgx1-v100"), "eager")
+    stated = shipped_software().coefficients.stacks["eager"]
     factor = kernel_factor(hardware, Kernel.CONVOLUTION, "float16", 1)
-    casts = shipped_software().layered.stacks["eager"]["casts"]
-    assert hardware.training[COPIES] * factor == pytest.approx(casts)
+    assert hardware.training[COPIES] * factor == pytest.approx(stated["copies"])
+    assert hardware.training[SINGLE_COPIES] * factor == pytest.approx(stated["single_copies"])
+    assert SINGLE_COPIES not in older.training
+
+
+def test_networks_without_a_sequence_have_a_factor_on_memory_of_their_own() -> None:
+    words, images = as_run(DGX, "eager", ""), as_run(DGX, "eager", "", language=False)
+    stack, device = shipped_software().coefficients.stacks["eager"], DGX.training["image"]
+    assert kernel_factor(images, Kernel.BATCH_NORMALIZATION, "float16", 1) == pytest.approx(device * stack["image"])
+    assert kernel_factor(words, Kernel.NORMALIZATION, "float16", 1) > kernel_factor(
+        images, Kernel.NORMALIZATION, "float16", 1
+    )
+    assert images.hash != words.hash
+
+
+def test_mindspore_has_a_kernel_for_momentum() -> None:
+    ascend = load_profile("ascend910-atlas800")
+    factors = [
+        kernel_factor(as_run(ascend, "mindspore", "", optimizer=name), Kernel.OPTIMIZER, "float16", 1)
+        for name in ("adamw", "momentum")
+    ]
+    assert factors[0] > 5 * factors[1]
+    assert factors[1] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 
 from planner.cost.work import cast_bytes, cast_sizes, traffic_sizes
 from planner.graph.folding import fold, unfold
-from planner.graph.fusion import COMPILER, LIBRARY, LOSSES, PRODUCTS, SINGLE, in_memory, with_imbalance
+from planner.graph.fusion import BATCH_NORMS, COMPILER, LIBRARY, LOSSES, PRODUCTS, SINGLE, in_memory, with_imbalance
 from planner.graph.kernel_shapes import kernel_shape
 from planner.graph.norms import norms_in
 from planner.graph.operator_graph import Node, OperatorGraph, Role
@@ -107,6 +107,24 @@ def test_a_gate_is_one_kernel_each_way() -> None:
     names = ("mul", "mul.1", "silu_backward")
     backward = sum(sum(traffic_sizes(graph, nodes[f"blocks.1/backward/{name}"])) for name in names)
     assert (forward, backward) == (pytest.approx(3 * wide), pytest.approx(5 * wide))
+
+
+@pytest.mark.parametrize("kind", [BATCH_NORMS, LIBRARY, COMPILER])
+def test_a_batch_norm_takes_its_relu_along(kind: str) -> None:
+    """It reads an image and writes what the ReLU makes of it; backward reads two images and the norm's input."""
+    graph = captured("zoo:resnet50", kind)
+    image = next(n.outputs[0].size_bytes for n in graph.nodes if n.module == "layer1.0.bn1" and n.outputs[0].shape[2:])
+    moved = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 0.0)
+    relu = next(n for n in graph.nodes if n.op == "aten.relu.default" and n.module == "layer1.0")
+    gradient = [n for n in graph.nodes if n.op == "aten.threshold_backward.default" and n.module == "layer1.0"][-1]
+    for node in (relu, gradient, *(n for n in graph.nodes if n.module == "layer1.0.bn1" and n.role is Role.OPERATOR)):
+        moved[node.phase] += sum(traffic_sizes(graph, node))
+    assert moved == pytest.approx({Phase.FORWARD: 2 * image, Phase.BACKWARD: 4 * image}, rel=0.01)
+
+
+def test_software_that_fuses_batch_norms_alone_leaves_other_networks() -> None:
+    graph, plain = captured("zoo:bert-large", BATCH_NORMS), captured("zoo:bert-large", SINGLE)
+    assert [node.moved for node in graph.nodes] == [node.moved for node in plain.nodes]
 
 
 def test_tokens_are_permuted_in_kernels_that_move_them_once() -> None:
@@ -256,7 +274,7 @@ def test_a_compiler_reads_for_norms_what_it_sums() -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(InputError, match="fusion 'all' is not one of compiler, library, products, single"):
+    with pytest.raises(InputError, match="fusion 'all' is not one of compiler, library, products, batch_norms, single"):
         load_network("zoo:gpt2-tiny", fusion="all")
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from planner.cost.training_run import TrainingRun
 from planner.published.calibrating import Folds
-from planner.published.fitting import DEVICE_PRIORS, STACK_PRIORS, WORK, Responses, StepFit
+from planner.published.fitting import DEVICE_PRIORS, IMAGE_STACK_PRIORS, STACK_PRIORS, WORK, Responses, StepFit
 from planner.published.reading import MeasuredRow
 from tests.planner.cost.transformers import GPT, LLAMA, SOFTWARE, run
 
@@ -52,10 +52,14 @@ def made_responses(runs: list[TrainingRun]) -> Responses:
         np.random.default_rng(zlib.crc32(repr((each.network.name, *facts(each), each.hardware.name)).encode()))
         for each in runs
     ]
-    usual = np.array([{"matmul": 8.0, "memory": 4.0}.get(work.name, 0.5) for work in WORK] + [1.0])
-    seconds = np.array([random.uniform(0.5, 5.0) for random in drawn])
-    parts = np.array([random.dirichlet(usual)[:-1] for random in drawn]).reshape(len(runs), -1)
     matters = np.array([[work.matters(each) for work in WORK] for each in runs]).reshape(len(runs), len(WORK))
+    of_words = [work.name not in IMAGE_STACK_PRIORS for work in WORK]
+    weights = {"matmul": 8.0, "memory": 4.0} | dict.fromkeys(IMAGE_STACK_PRIORS, 0.0)
+    usual = np.array([weights.get(work.name, 0.5) for work in WORK] + [1.0])
+    usual = usual[usual > 0]
+    seconds = np.array([random.uniform(0.5, 5.0) for random in drawn])
+    parts = np.zeros((len(runs), len(WORK)))
+    parts[:, of_words] = np.array([random.dirichlet(usual)[:-1] for random in drawn]).reshape(len(runs), -1)
     known = replace(SOFTWARE.coefficients, stacks=STACKS, devices=DEVICES)
     return Responses(
         runs=tuple(runs), software=replace(SOFTWARE, coefficients=known), time_s=seconds,

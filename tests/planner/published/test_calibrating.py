@@ -92,12 +92,12 @@ def test_few_rows_have_no_interval_of_their_own() -> None:
     assert found["transformer", ANY, ANY].high == 1.0
 
 
-def test_networks_of_layers_alone_can_be_calibrated() -> None:
-    network = lookup("resnet50")
+def of_layers(name: str, speed: float) -> list[MeasuredRow]:
+    network = lookup(name)
     assert network is not None
-    rows = [
+    return [
         MeasuredRow(
-            row_id=str(batch), source=source, file="made.csv", line=1, measured_time_s=0.002 * batch,
+            row_id=str(batch), source=source, file="made.csv", line=1, measured_time_s=speed * batch,
             run=TrainingRun(
                 network=network, hardware=profile("dgx-a100"),
                 setup=TrainingSetup(devices=1, micro_batch=batch, precision="fp16", stack="eager"),
@@ -105,7 +105,22 @@ def test_networks_of_layers_alone_can_be_calibrated() -> None:
         )
         for batch, source in ((32, "one"), (64, "one"), (128, "two"))
     ]  # fmt: skip
-    found = calibrate_steps(planned_folds(rows))
+
+
+def test_networks_of_layers_alone_can_be_calibrated() -> None:
+    found = calibrate_steps(planned_folds(of_layers("ssd", 0.002)))
     assert np.isfinite(found.residuals).all()
     # What no row speaks for stays as it was.
     assert found.software.coefficients == shipped_software().coefficients
+
+
+def test_images_teach_what_images_take_and_nothing_else() -> None:
+    shipped = shipped_software().coefficients
+    slow, fast = (planned_folds(of_layers("resnet50", speed)).everything().coefficients for speed in (8e-4, 6e-4))
+    of_images = {"convolution", "image", "copies", "single_copies"}
+    assert slow.stacks["eager"]["convolution"] > 1.05 * fast.stacks["eager"]["convolution"]
+    assert {**slow.stacks, "eager": {}} == {**shipped.stacks, "eager": {}}
+    assert slow.attention == shipped.attention
+    for name, value in shipped.stacks["eager"].items():
+        assert name in of_images or slow.stacks["eager"][name] == value
+    assert set(slow.devices["ampere"]) >= {"convolution", "image"}

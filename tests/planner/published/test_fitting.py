@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planner.cost.software_file import STACK_COEFFICIENTS, shipped_software
-from planner.published.fitting import STACK_PRIORS, WORK, responses
+from planner.published.fitting import IMAGE_STACK_PRIORS, STACK_PRIORS, WORK, responses
 from simulator.profiles import load_profile
 from tests.planner.cost.transformers import GPT, run
 from tests.planner.published.made_steps import TRUE, made_rows, made_runs, step_fit, true_theta
@@ -18,7 +18,7 @@ TIMES = np.array([row.measured_time_s for row in made_rows()])
 
 
 def test_every_coefficient_has_a_prior() -> None:
-    assert tuple(STACK_PRIORS) == STACK_COEFFICIENTS
+    assert (*STACK_PRIORS, *IMAGE_STACK_PRIORS) == STACK_COEFFICIENTS
 
 
 def test_the_times_are_found_and_with_them_what_made_them() -> None:
