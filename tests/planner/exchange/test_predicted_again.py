@@ -17,6 +17,7 @@ from planner.exchange.formats import ExchangeFormat, rounded
 from planner.exchange.registry import FORMATS
 from planner.lowering.checked import captured
 from planner.planning.planning import plan_network
+from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
 from simulator.errors import InputError
 from tests.planner.exchange.training_configs import usual
@@ -49,7 +50,7 @@ def asked(draw: st.DrawFn, form: ExchangeFormat, network: str) -> PlanRequest:
         pins["schedule"] = draw(st.sampled_from([name for name in table.schedules if name != "none"]))
     if pins["tp"] > 1:
         shared = {"always": True, "never": False}.get(table.sequence_parallel)
-        pins["sequence_parallel"] = str(draw(st.booleans()) if shared is None else shared).lower()
+        pins["sequence_parallel"] = draw(st.booleans()) if shared is None else shared
     if draw(st.booleans()):
         pins |= {"cp": 2, "context_algorithm": draw(st.sampled_from(table.context))}
     if not network.startswith("zoo:"):
@@ -58,7 +59,7 @@ def asked(draw: st.DrawFn, form: ExchangeFormat, network: str) -> PlanRequest:
         network=network, hardware="dgx-a100", devices=draw(st.sampled_from((4, 8))), sequence_length=64,
         global_batch=draw(st.sampled_from((16, 32))), top=1, sensitivity=False,
         software=draw(st.sampled_from(table.software)) if table.software else form.timed_as,
-        pins={name: str(value) for name, value in pins.items()},
+        pins=Pins.read(pins),
     )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def test_the_software_that_a_plan_is_for_is_stated_where_it_is_the_framework_s(t
     """Megatron-LM's file is predicted for the usual stack; DeepSpeed's JSON has no comments, and says nothing."""
     request = PlanRequest(
         network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False,
-        software="megatron", pins={"pp": "1", "tp": "1", "recompute": "none", "optimizer_sharding": "zero1"},
+        software="megatron", pins=Pins(pp=1, tp=1, recompute="none", optimizer_sharding="zero1"),
     )  # fmt: skip
     assert_predicted_again(FORMATS["megatron"], request, tmp_path)
     plan = plan_network(request).candidates[0].plan
@@ -149,14 +150,14 @@ def test_context_ranks_of_torchtitan_shard_parameters() -> None:
 
 def test_frameworks_send_tokens_to_experts_and_gather_none_of_them(experts: str) -> None:
     """Weights of experts that are gathered, or lie on all tensor ranks alike, are no framework's."""
-    pins = {"pp": "1", "tp": "2", "ep": "2", "micro_batch": "2", "recompute": "none", "sequence_parallel": "false"}
+    pins = Pins(pp=1, tp=2, ep=2, micro_batch=2, recompute="none", sequence_parallel=False)
     request = PlanRequest(
         network=experts, hardware="dgx-a100", devices=4, sequence_length=64, global_batch=32, top=1, sensitivity=False,
         software="megatron_core", pins=pins,
     )  # fmt: skip
     (free,) = plan_network(request).candidates
     pinned = [
-        plan_network(replace(request, pins={**pins, "expert_messages": "tokens", "expert_cut": cut})).candidates[0]
+        plan_network(replace(request, pins=replace(pins, expert_messages="tokens", expert_cut=cut))).candidates[0]
         for cut in ("width", "whole")
     ]
     assert free.prediction.step_time_s in [one.prediction.step_time_s for one in pinned]
