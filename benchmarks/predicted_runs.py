@@ -55,7 +55,7 @@ def as_usual(run: PinnedRun) -> PinnedRun:
         software="",
         attention="",
         norms="",
-        optimizer="",
+        optimizer=None,
         exchange=UNASKED,
     )
 

@@ -32,6 +32,7 @@ from planner.networks.adapters import ALL_LINEAR
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.hints import Hint, hint
 from planner.plans.pins import Pins
+from planner.plans.request import PlanRequest
 from planner.published.layered.sequence import padded_frames
 from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
@@ -72,34 +73,26 @@ FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PinnedRun:
+class PinnedRun(PlanRequest):
     """A published run as the request for one plan.
 
     ``network`` is a specification, or the text of a ``config.json``; ``adapters`` is the text of PEFT's config of
     those, where they alone are trained. ``pins`` are the whole plan, ``hints`` say what tensor ranks do that pins leave
-    open. ``software``, ``attention`` and ``norms`` are empty where a plan cannot be told them, ``optimizer`` where it
-    is the network's usual one. With ``tf32`` products of float32 tensors run in TF32, where the device can.
+    open. ``software``, ``attention`` and ``norms`` are empty where a plan cannot be told them. With ``tf32`` products
+    of float32 tensors run in TF32, where the device can.
     ``cluster`` says in which numbers the cluster differs from the profile, by their place there, 0 for what it lacks.
     ``exchange`` is how tensors travel where that is not as the plan has it unasked. ``approximated`` says
     what stands in for what plans cannot express; runs that differ in nothing else are equal.
     """
 
     network: str
-    hardware: str
-    devices: int
-    global_batch: int
-    sequence_length: int | None
     precision: str
-    pins: Pins
-    optimizer: str = "adamw"
-    hints: tuple[Hint, ...] = ()
-    software: str = ""
-    attention: str = ""
-    norms: str = ""
+    global_batch: int
+    top: int = 1
+    sensitivity: bool = False
     adapters: str = ""
     tf32: bool = False
     cluster: tuple[tuple[str, float], ...] = ()
-    exchange: Exchange = UNASKED
     approximated: tuple[str, ...] = field(default=(), compare=False)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from hashlib import sha256
 from multiprocessing import get_context
@@ -50,12 +50,9 @@ class Workplace:
 
     def request(self, run: PinnedRun, *, limited: bool = True) -> PlanRequest:
         """The request of a run, on the shipped profile or on one with memory for any plan."""
-        return PlanRequest(
-            network=self._network(run), hardware=self._profile(run, limited=limited),
-            devices=run.devices, global_batch=run.global_batch, sequence_length=run.sequence_length,
-            precision=run.precision, optimizer=run.optimizer or None, pins=run.pins, hints=run.hints, top=1,
-            sensitivity=False, software=run.software, attention=run.attention, norms=run.norms, exchange=run.exchange,
-        )  # fmt: skip
+        said = {one.name: getattr(run, one.name) for one in fields(PlanRequest)}
+        own = {"network": self._network(run), "hardware": self._profile(run, limited=limited)}
+        return PlanRequest(**said | own)
 
     def file(self, name: str, content: str) -> str:
         """The path of a YAML file of this content, whose name begins with `name`."""
@@ -247,7 +244,12 @@ def _predicted(wanted: Sequence[Wanted], cores: int) -> Iterator[tuple[Wanted, O
         if cores > 1 and len(parts) > 1:
             # Forked processes could inherit locks of threads that they do not have.
             context = get_context("spawn")
-            with suppress(BrokenProcessPool), stopped_children_killed(), ProcessPoolExecutor(cores, context) as pool:
+            # OSError: a process died while the pool was starting the next one.
+            with (
+                suppress(BrokenProcessPool, OSError),
+                stopped_children_killed(),
+                ProcessPoolExecutor(cores, context) as pool,
+            ):
                 waiting = {pool.submit(_predict_part, part, folder): place for place, part in left.items()}
                 for done in as_completed(waiting):
                     outcomes = done.result()
