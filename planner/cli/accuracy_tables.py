@@ -22,6 +22,11 @@ def accuracy_report(result: AccuracyResult, predictions: str | None) -> Iterable
     wrong = sum(row.status == "error" for row in result.fitted.rows)
     rows = len(result.fitted.rows)
     yield Text(f"{rows} rows: {rows - skipped - wrong} predicted, {skipped} skipped, {wrong} in error", style="bold")
+    unread = sum(bool(row.not_read) for row in result.fitted.rows)
+    if unread:
+        yield Text(
+            f"{unread} rows have words that are not read, and one prediction for several times: see their reasons"
+        )
     yield from _accuracy_tables(result.fitted)
     if result.left_out is not None:
         yield Text("\nleaving one source out: each source predicted by a fit that never saw it", style="bold")

@@ -207,5 +207,6 @@ def _row_document(row: ScoredRow) -> dict[str, Any]:
         "predicted_outcome": row.predicted_outcome,
         "label": row.label,
         "reason": row.reason,
+        "not_read": list(row.not_read),
         "measured_step_time_s": row.measured_step_time_s,
     }

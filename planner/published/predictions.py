@@ -33,6 +33,9 @@ COLUMNS = (
 )  # fmt: skip
 RECOMPUTED = "memory with full recomputation, without which it does not fit"
 _GIB = 2**30
+_SOFTWARE = ("framework", "other_flags", "attention_impl", "recompute", "zero_fsdp")
+_SAME_TIME = 0.03
+"""Runs of one plan on one cluster differ by so much from day to day."""
 _TUNED_STACKS = (Stack.TRANSFORMER_ENGINE, Stack.EAGER, Stack.COMPILED, Stack.MINDSPEED, Stack.MINDSPORE)
 """Software whose published figures are of runs that were tuned until they fitted."""
 
@@ -41,11 +44,43 @@ def score(rows: Sequence[MeasuredRow], outcomes: Sequence[RunPrediction | Meshwr
     """Rows beside their predictions, in order; ``outcomes`` are those of the rows that have a run."""
     left = iter(outcomes)
     scored = [_scored(row, next(left) if row.run is not None else None) for row in rows]
-    apart = measured_apart(rows)
+    apart, unread = measured_apart(rows), _not_read(rows, scored)
     return [
-        replace(row, memory_doubt=APART) if (row.source, row.row_id) in apart and not row.memory_doubt else row
-        for row in scored
+        replace(
+            row,
+            memory_doubt=APART if (row.source, row.row_id) in apart and not row.memory_doubt else row.memory_doubt,
+            not_read=unread.get(place, ()),
+            reason="; ".join(filter(None, (row.reason, *(f"not read: {word}" for word in unread.get(place, ()))))),
+        )
+        for place, row in enumerate(scored)
     ]
+
+
+def _not_read(rows: Sequence[MeasuredRow], scored: Sequence[ScoredRow]) -> dict[int, tuple[str, ...]]:
+    """Words by which rows differ that have one prediction and several times, by the place of the row."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for place, row in enumerate(scored):
+        if row.measured_step_time_s and row.predicted_step_time_s:
+            alike.setdefault((row.source, row.predicted_step_time_s, row.workload), []).append(place)
+    found: dict[int, tuple[str, ...]] = {}
+    for places in alike.values():
+        times = [scored[place].measured_step_time_s or 0.0 for place in places]
+        if max(times) < (1 + _SAME_TIME) * min(times):
+            continue
+        words = [_words(rows[place]) for place in places]
+        common = set.intersection(*map(set, words))
+        own = (tuple(word for word in said if word not in common) for said in words)
+        found |= {place: words for place, words in zip(places, own, strict=True) if words}
+    return found
+
+
+def _words(row: MeasuredRow) -> tuple[str, ...]:
+    """What a row says of its software, part by part."""
+    said = dict(row.facts)
+    texts = (
+        said.get(column, "") for column in ("framework", "other_flags", "attention_impl", "recompute", "zero_fsdp")
+    )
+    return tuple(dict.fromkeys(word.strip() for text in texts for word in text.split(";") if word.strip()))
 
 
 def _scored(row: MeasuredRow, outcome: RunPrediction | MeshwrightError | None) -> ScoredRow:

@@ -385,9 +385,13 @@ def gathers_apart(row: FileRow) -> bool:
 
 
 def is_recipe(row: FileRow) -> bool:
-    """Whether a row ran one of NVIDIA's performance recipes: interleaved stages, gradients reduced in 16 bits."""
+    """Whether a row ran one of NVIDIA's performance recipes: interleaved stages, gradients reduced in 16 bits.
+
+    What others run with the same software is as they state it.
+    """
     origin = f"{row.text('framework')} {row.text('source')}".lower()
-    return bool(re.search(r"nemo|megatron-bridge|dgxc", origin)) and "automodel" not in origin
+    of_recipes = re.search(r"nemo|megatron-bridge|dgxc", origin) is not None and "automodel" not in origin
+    return of_recipes and "nvidia" in row.text("source").lower()
 
 
 def fused_norm(row: FileRow) -> bool:

@@ -35,6 +35,8 @@ class ScoredRow:
         Why the measured memory tells little, one of `planner.published.memory_doubts.DOUBTS`; empty where it is plain.
     likely_cause
         Why the prediction is off, where the comparison can tell.
+    not_read
+        Words of the row that tell it from others of its source which take another time and have the same prediction.
     operations_s, roofline_s
         Seconds by `planner.published.baselines`: operations at the device's peak, and the roofline.
     """
@@ -59,6 +61,7 @@ class ScoredRow:
     measured_outcome: str = ""
     likely_cause: str = ""
     memory_doubt: str = ""
+    not_read: tuple[str, ...] = ()
     operations_s: float | None = None
     roofline_s: float | None = None
 

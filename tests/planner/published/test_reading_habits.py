@@ -339,3 +339,9 @@ def test_flagperf_shards_llama_whole(tmp_path: Path) -> None:
     plain = {"tp": "1", "pp": "1", "optimizer_sharding": "", "attention_impl": "", "sequence_parallel": ""}
     setup = setup_of(tmp_path, source="FlagOpen/FlagPerf", framework="deepspeed", model="llama2_7b", **plain)
     assert (setup.optimizer_sharding, setup.attention) == (OptimizerSharding.ZERO3, AttentionKernel.FLASH2)
+
+
+@pytest.mark.parametrize(("source", "chunks"), [("NVIDIA NeMo performance summary", 3), ("a cloud's own runs", 1)])
+def test_recipes_of_nvidia_interleave_where_nothing_is_stated(tmp_path: Path, source: str, chunks: int) -> None:
+    stated = {"framework": "Megatron-Bridge", "source": source, "tp": "1", "pp": "4", "vpp": "", "n_accels": "8"}
+    assert setup_of(tmp_path, **stated).vpp == chunks

@@ -216,3 +216,21 @@ def test_calibration_writes_software_and_profiles(tmp_path: Path) -> None:
     fitted = {name: value for name, value in hardware.training.items() if not name.startswith("planned_")}
     assert fitted == pytest.approx(dict(found.devices["ampere"]), rel=1e-3)
     assert any("4 rows of whole training steps" in row.source for row in hardware.rows)
+
+
+def test_words_that_tell_runs_apart_and_not_their_predictions_are_named(tmp_path: Path) -> None:
+    """Three runs of one plan: two take another time, for which one word is to blame, and one word changes nothing."""
+    said = ("fused optimizer", "fused optimizer; turbo", "fused optimizer; new loader", "")
+    times = ("1.0", "1.2", "1.0", "2.0")
+    rows = read_measurements(
+        write_measurements(
+            tmp_path / "rows.csv",
+            *({"other_flags": flags, "step_time_s": time} for flags, time in zip(said[:3], times, strict=False)),
+            {"other_flags": said[3], "step_time_s": times[3], "source": "another"},
+        )
+    )
+    scores = score(rows, predict([row.run for row in rows if row.run is not None]))
+    assert [row.not_read for row in scores] == [(), ("turbo",), ("new loader",), ()]
+    assert "not read: turbo" in scores[1].reason
+    same = read_measurements(write_measurements(tmp_path / "same.csv", *({"other_flags": one} for one in said)))
+    assert not any(row.not_read for row in score(same, predict([row.run for row in same if row.run is not None])))
