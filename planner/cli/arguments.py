@@ -12,7 +12,7 @@ Given = TypeVar("Given")
 
 
 def takes(arguments: type[Given]) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
-    """Make a function of one dataclass a command: each field is an argument or option, in the order of the fields.
+    """Make a function of one dataclass a command: each field is an argument or option, its own before inherited ones.
 
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
     ... class Greeting:
@@ -29,6 +29,7 @@ def takes(arguments: type[Given]) -> Callable[[Callable[[Given], None]], Callabl
     """
     types = get_type_hints(arguments, include_extras=True)
     fields = [field for field in dataclasses.fields(arguments) if field.init]  # type: ignore[arg-type]
+    fields.sort(key=lambda field: field.name not in arguments.__annotations__)
     parameters = [
         Parameter(
             field.name,

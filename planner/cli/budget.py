@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import (
-    DebugFlag,
-    GlobalBatch,
-    JsonFlag,
-    MemoryHeadroomOption,
-    OptimizerOption,
-    PinTexts,
-    PrecisionOption,
-    QuietFlag,
-    SequenceLength,
-    SoftwareOption,
-    TrustFile,
-    natural,
-)
+from planner.cli.arguments import takes
+from planner.cli.options import RequestOptions, natural
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -69,30 +58,25 @@ def read_prices(texts: list[str]) -> dict[str, float]:
     return found
 
 
-def budget(
-    network: Annotated[str, typer.Argument(help="A language network, as `plan` takes it.", metavar="NETWORK")],
-    hardware: Annotated[str, typer.Option("--hw", metavar="PROFILE[,PROFILE...]", help="Names or paths of profiles.")],
-    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, such as 2T.")] = None,
-    within: Annotated[str | None, typer.Option("--within", metavar="TIME", help="Time limit: 12h, 30d or 4w.")] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetArguments(RequestOptions):
+    """Arguments and options, None where not given."""
+
+    network: Annotated[str, typer.Argument(help="A language network, as `plan` takes it.", metavar="NETWORK")]
+    hardware: Annotated[str, typer.Option("--hw", metavar="PROFILE[,PROFILE...]", help="Names or paths of profiles.")]
+    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, such as 2T.")] = None
+    within: Annotated[str | None, typer.Option("--within", metavar="TIME", help="Time limit: 12h, 30d or 4w.")] = None
     devices: Annotated[
         int | None, typer.Option("--devices", parser=natural, metavar="N", help="Devices; else as few as suffice.")
-    ] = None,
+    ] = None
     price: Annotated[
         list[str] | None,
         typer.Option("--price", metavar="PROFILE=PER_HOUR", help="Price of one device for an hour; may be repeated."),
-    ] = None,
-    global_batch: GlobalBatch = None,
-    sequence_length: SequenceLength = None,
-    precision: PrecisionOption = None,
-    optimizer: OptimizerOption = None,
-    pins: PinTexts = None,
-    software: SoftwareOption = None,
-    memory_headroom: MemoryHeadroomOption = None,
-    trust_file: TrustFile = False,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
-) -> None:
+    ] = None
+
+
+@takes(BudgetArguments)
+def budget(given: BudgetArguments) -> None:
     """Find how many devices a training needs, how long it takes and what it costs; two of the limits are given.
 
     Failures, restarts and checkpoints count. The first row is the answer: the cheapest where all profiles have a price,
@@ -106,35 +90,29 @@ def budget(
 
     Exit code 3: no plan fits, or none is fast enough.
     """
-    from planner.plans.pins import read_pins
     from planner.what_if.budget import BudgetOptions
     from planner.what_if.budget import budget as found_rows
     from simulator.errors import InfeasibleError
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    names = tuple(name.strip() for name in hardware.split(","))
+    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
+    names = tuple(name.strip() for name in given.hardware.split(","))
     if not all(names) or len(set(names)) < len(names):
-        raise InputError(f"--hw {hardware!r}: a profile is empty or named twice; write for example dgx-a100,dgx-h100")
+        raise InputError(
+            f"--hw {given.hardware!r}: a profile is empty or named twice; write for example dgx-a100,dgx-h100"
+        )
     options = BudgetOptions(
-        network=network,
+        **given.asked(),
         hardware=names,
-        tokens=None if tokens is None else scaled(tokens, _COUNTS, "--tokens", "300B"),
-        within_s=None if within is None else scaled(within, _TIMES, "--within", "30d"),
-        devices=devices,
-        price=read_prices(price or []),
-        global_batch=global_batch,
-        sequence_length=sequence_length,
-        precision=precision,
-        optimizer=optimizer,
-        pins=read_pins(pins or ()),
-        software=software or "",
-        memory_headroom=memory_headroom or 0.0,
+        tokens=None if given.tokens is None else scaled(given.tokens, _COUNTS, "--tokens", "300B"),
+        within_s=None if given.within is None else scaled(given.within, _TIMES, "--within", "30d"),
+        devices=given.devices,
+        price=read_prices(given.price or []),
     )
-    with terminal.working(f"planning {network}"):
+    with terminal.working(f"planning {given.network}"):
         rows = found_rows(options)
     first = rows[0]
     terminal.result(
-        {"network": network, "rows": [row.document() for row in rows]},
+        {"network": given.network, "rows": [row.document() for row in rows]},
         f"{first.hardware} {first.devices} {first.days:.4g}",
         lambda: _report(rows),
     )

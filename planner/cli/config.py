@@ -38,18 +38,18 @@ def _pins(value: object) -> object:
 class PlanSettings(BaseModel):
     """The options of ``plan``; None where not given."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     network: str | None = None
-    hw: str | None = None
+    hardware: str | None = Field(default=None, alias="hw")
     devices: Natural | None = None
     global_batch: Natural | None = None
-    seq_len: Natural | None = None
+    sequence_length: Natural | None = Field(default=None, alias="seq_len")
     precision: Precision | None = None
     optimizer: OptimizerName | None = None
     search_mode: SearchMode | None = None
     parallel_mode: ParallelMode | None = None
-    pin: Annotated[InstanceOf[Pins], BeforeValidator(_pins)] = FREE
+    pins: Annotated[InstanceOf[Pins], BeforeValidator(_pins), Field(alias="pin")] = FREE
     hints: str | None = None
     software: str | None = None
     attention: str | None = None
@@ -79,7 +79,7 @@ def _mapping(path: Path) -> dict[Any, Any]:
 
 
 def _settings(path: Path, data: Mapping[Any, Any]) -> PlanSettings:
-    known = list(PlanSettings.model_fields)
+    known = [one.alias or name for name, one in PlanSettings.model_fields.items()]
     settings: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
@@ -163,7 +163,7 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     from planner.networks import load_network
     from planner.networks.marks import Marks
 
-    pins, notes = settings.pin, []
+    pins, notes = settings.pins, []
     used, idle = used_devices(pins, settings.devices)
     if translated.configured:
         settings = settings.model_copy(update={"devices": used})
@@ -174,7 +174,7 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     marks = None
     if (sized or translated.layers) and settings.network is not None:
         graph = load_network(
-            settings.network, sequence_length=settings.seq_len, attention=settings.attention or "",
+            settings.network, sequence_length=settings.sequence_length, attention=settings.attention or "",
             norms=norms_of("" if settings.software == USUAL else settings.software or "", settings.norms or ""),
         ).capture()  # fmt: skip
         notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=cut)
@@ -199,8 +199,8 @@ def _naming(path: Path) -> Iterator[None]:
 
 def merged(first: PlanSettings, second: PlanSettings) -> PlanSettings:
     """Options of `first`, and of `second` where `first` gives none; pins are merged key by key."""
-    given = {name: value for name, value in first if value is not None and name != "pin"}
-    return second.model_copy(update={**given, "pin": first.pin.over(second.pin)})
+    given = {name: value for name, value in first if value is not None}
+    return second.model_copy(update={**given, "pins": first.pins.over(second.pins)})
 
 
 def require(value: Value | None, name: str, example: str) -> Value:

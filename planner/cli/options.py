@@ -6,14 +6,15 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from planner.cli.terminal import DEBUG_KEY
-from planner.plans.pins import PIN_NAMES
-from planner.plans.request import OptimizerName, Precision
+from planner.plans.pins import PIN_NAMES, read_pins
+from planner.plans.request import OptimizerName, ParallelMode, Precision, Request, SearchMode
 from simulator.errors import InputError
 
 MAX_DEVICES = 2**20
@@ -157,6 +158,39 @@ PinTexts = Annotated[
         help=f"Fix a dimension, such as tp=8; may be given several times. Keys: {', '.join(PIN_NAMES)}.",
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options of commands that plan, None where not given."""
+
+    global_batch: GlobalBatch = None
+    sequence_length: SequenceLength = None
+    precision: PrecisionOption = None
+    optimizer: OptimizerOption = None
+    search_mode: Annotated[SearchMode | None, typer.Option("--search-mode", help="Default: dynamic_programming.")] = (
+        None
+    )
+    parallel_mode: Annotated[ParallelMode | None, typer.Option("--parallel-mode", help="Default: auto_parallel.")] = (
+        None
+    )
+    pins: PinTexts = None
+    software: SoftwareOption = None
+    attention: AttentionOption = None
+    norms: NormsOption = None
+    expert_imbalance: ExpertImbalanceOption = None
+    memory_headroom: MemoryHeadroomOption = None
+    trust_file: TrustFile = False
+    as_json: JsonFlag = False
+    quiet: QuietFlag = False
+    debug: DebugFlag = False
+
+    def asked(self) -> dict[str, Any]:
+        """What was given, by the names of the fields of `planner.plans.request.Request`."""
+        given = {one.name: getattr(self, one.name) for one in fields(Request) if hasattr(self, one.name)}
+        given["pins"] = read_pins(self.pins or ())
+        return {name: value for name, value in given.items() if value is not None}
+
 
 Stragglers = Annotated[
     int | None,

@@ -10,27 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.cli.arguments import takes
-from planner.cli.options import (
-    AttentionOption,
-    DebugFlag,
-    ExpertImbalanceOption,
-    GlobalBatch,
-    JsonFlag,
-    MemoryHeadroomOption,
-    NormsOption,
-    OptimizerOption,
-    PinTexts,
-    PrecisionOption,
-    QuietFlag,
-    SequenceLength,
-    SoftwareOption,
-    TrustFile,
-    check_out,
-    how_many,
-    natural,
-)
+from planner.cli.options import RequestOptions, check_out, how_many, natural
 from planner.cli.terminal import Terminal
-from planner.plans.request import ParallelMode, SearchMode
 
 if TYPE_CHECKING:
     from planner.cli.config import Configuration, PlanSettings
@@ -41,7 +22,7 @@ WAITING = "interrupted before there was a plan: going on to the first one (again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanArguments:
+class PlanArguments(RequestOptions):
     """Arguments and options, None where not given."""
 
     network: Annotated[
@@ -54,26 +35,10 @@ class PlanArguments:
     devices: Annotated[
         int | None, typer.Option("--devices", parser=natural, metavar="N", help="Number of devices.")
     ] = None
-    global_batch: GlobalBatch = None
-    sequence_length: SequenceLength = None
-    precision: PrecisionOption = None
-    optimizer: OptimizerOption = None
-    search_mode: Annotated[SearchMode | None, typer.Option("--search-mode", help="Default: dynamic_programming.")] = (
-        None
-    )
-    parallel_mode: Annotated[ParallelMode | None, typer.Option("--parallel-mode", help="Default: auto_parallel.")] = (
-        None
-    )
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE.yaml", help="Take these options from a file; the command line wins."),
     ] = None
-    pins: PinTexts = None
-    software: SoftwareOption = None
-    attention: AttentionOption = None
-    norms: NormsOption = None
-    expert_imbalance: ExpertImbalanceOption = None
-    memory_headroom: MemoryHeadroomOption = None
     hints: Annotated[
         Path | None,
         typer.Option("--hints", metavar="FILE.yaml", help="Placements of operators by pattern; see docs/search.md."),
@@ -88,33 +53,16 @@ class PlanArguments:
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also where the time goes, why others lost, and what was proved.")
     ] = False
-    trust_file: TrustFile = False
-    as_json: JsonFlag = False
-    quiet: QuietFlag = False
-    debug: DebugFlag = False
 
     def settings(self) -> PlanSettings:
         """What was given of the options that may also stand in a file."""
         from planner.cli.config import PlanSettings
-        from planner.plans.pins import read_pins
 
         return PlanSettings(
-            network=self.network,
+            **self.asked(),
             hw=self.hardware,
             devices=self.devices,
-            global_batch=self.global_batch,
-            seq_len=self.sequence_length,
-            precision=self.precision,
-            optimizer=self.optimizer,
-            search_mode=self.search_mode,
-            parallel_mode=self.parallel_mode,
-            pin=read_pins(self.pins or ()),
             hints=None if self.hints is None else str(self.hints),
-            software=self.software,
-            attention=self.attention,
-            norms=self.norms,
-            expert_imbalance=self.expert_imbalance,
-            memory_headroom=self.memory_headroom,
             top=self.top,
             out=None if self.out is None else str(self.out),
         )
@@ -161,7 +109,7 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, given: P
     settings = found.settings
     asked = _request(settings, found)
     path = settings.out or "strategy.json"
-    check_out("--out", path, (settings.hw, settings.hints, config, found.stored or None))
+    check_out("--out", path, (settings.hardware, settings.hints, config, found.stored or None))
     request = with_usual_software(asked)
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         patience = Patience(say=lambda: terminal.note(WAITING))
@@ -206,27 +154,12 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
     from planner.planning.planning import PlanRequest
     from planner.plans.hints import load_hints
 
-    return PlanRequest(
-        network=require(settings.network, "NETWORK", "zoo:gpt2"),
-        hardware=require(settings.hw, "--hw", "--hw dgx-a100"),
-        devices=require(settings.devices, "--devices", "--devices 8"),
-        global_batch=settings.global_batch,
-        sequence_length=settings.seq_len,
-        precision=settings.precision,
-        optimizer=settings.optimizer,
-        search_mode=settings.search_mode or "dynamic_programming",
-        parallel_mode=settings.parallel_mode or "auto_parallel",
-        pins=settings.pin,
-        hints=() if settings.hints is None else load_hints(settings.hints),
-        top=settings.top or 5,
-        marks=found.marks,
-        exchange=found.exchange,
-        software=settings.software or "",
-        attention=settings.attention or "",
-        norms=settings.norms or "",
-        expert_imbalance=1.0 if settings.expert_imbalance is None else settings.expert_imbalance,
-        memory_headroom=settings.memory_headroom or 0.0,
-    )
+    require(settings.network, "NETWORK", "zoo:gpt2")
+    require(settings.hardware, "--hw", "--hw dgx-a100")
+    require(settings.devices, "--devices", "--devices 8")
+    said = {name: value for name, value in settings if value is not None and name not in ("hints", "out")}
+    hints = () if settings.hints is None else load_hints(settings.hints)
+    return PlanRequest(**said, hints=hints, marks=found.marks, exchange=found.exchange)
 
 
 def _finish(

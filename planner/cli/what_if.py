@@ -9,28 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.cli.arguments import takes
-from planner.cli.options import (
-    AttentionOption,
-    DebugFlag,
-    ExpertImbalanceOption,
-    GlobalBatch,
-    JsonFlag,
-    MemoryHeadroomOption,
-    NormsOption,
-    OptimizerOption,
-    PinTexts,
-    PrecisionOption,
-    QuietFlag,
-    SequenceLength,
-    SoftwareOption,
-    TrustFile,
-    check_out,
-    natural,
-    read_device_counts,
-    read_settings,
-)
+from planner.cli.options import RequestOptions, check_out, natural, read_device_counts, read_settings
 from planner.cli.terminal import Terminal
-from planner.plans.request import ParallelMode, SearchMode
 from simulator.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
@@ -38,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhatIfArguments:
+class WhatIfArguments(RequestOptions):
     """Arguments and options, None where not given."""
 
     network: Annotated[
@@ -49,22 +29,10 @@ class WhatIfArguments:
     devices: Annotated[
         str, typer.Option("--devices", metavar="8,16,...,4096", help="Device counts; an ellipsis continues them.")
     ]
-    global_batch: GlobalBatch = None
     batch_per_device: Annotated[
         int | None,
         typer.Option("--batch-per-device", parser=natural, metavar="N", help="Samples of one step for each device."),
     ] = None
-    sequence_length: SequenceLength = None
-    precision: PrecisionOption = None
-    optimizer: OptimizerOption = None
-    search_mode: Annotated[SearchMode, typer.Option("--search-mode")] = "dynamic_programming"
-    parallel_mode: Annotated[ParallelMode, typer.Option("--parallel-mode")] = "auto_parallel"
-    pins: PinTexts = None
-    software: SoftwareOption = None
-    attention: AttentionOption = None
-    norms: NormsOption = None
-    expert_imbalance: ExpertImbalanceOption = None
-    memory_headroom: MemoryHeadroomOption = None
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,10 +53,6 @@ class WhatIfArguments:
     ] = None
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.")] = None
     fresh: Annotated[bool, typer.Option("--fresh", help="Plan anew what an interrupted run has left.")] = False
-    trust_file: TrustFile = False
-    as_json: JsonFlag = False
-    quiet: QuietFlag = False
-    debug: DebugFlag = False
 
     def check(self) -> None:
         """Raise InputError where options mean nothing together, or the report cannot be written."""
@@ -112,26 +76,13 @@ class WhatIfArguments:
 
     def options(self) -> WhatIfOptions:
         """What to plan."""
-        from planner.plans.pins import read_pins
         from planner.what_if import WhatIfOptions
 
         return WhatIfOptions(
-            network=self.network,
+            **self.asked(),
             hardware=self.profiles(),
             device_counts=read_device_counts(self.devices),
-            global_batch=self.global_batch,
             batch_per_device=self.batch_per_device,
-            sequence_length=self.sequence_length,
-            precision=self.precision,
-            optimizer=self.optimizer,
-            search_mode=self.search_mode,
-            parallel_mode=self.parallel_mode,
-            pins=read_pins(self.pins or ()),
-            software=self.software or "",
-            attention=self.attention or "",
-            norms=self.norms or "",
-            expert_imbalance=1.0 if self.expert_imbalance is None else self.expert_imbalance,
-            memory_headroom=self.memory_headroom or 0.0,
             settings=read_settings(self.settings or ()),
         )
 

@@ -100,16 +100,21 @@ def test_the_command_line_wins_over_the_config(tmp_path: Path) -> None:
     path.write_text(
         "network: zoo:mlp\nhw: dgx-a100\ndevices: 16\nglobal-batch: 64\npin: {tp: 2, dp: 8, sequence_parallel: false}\n"
     )
-    settings = merged(PlanSettings(devices=8, pin=Pins(tp=4)), read_config(path))
-    assert (settings.network, settings.hw, settings.devices, settings.global_batch) == ("zoo:mlp", "dgx-a100", 8, 64)
-    assert settings.pin == Pins(tp=4, dp=8, sequence_parallel=False)
+    settings = merged(PlanSettings(devices=8, pins=Pins(tp=4)), read_config(path))
+    assert (settings.network, settings.hardware, settings.devices, settings.global_batch) == (
+        "zoo:mlp",
+        "dgx-a100",
+        8,
+        64,
+    )
+    assert settings.pins == Pins(tp=4, dp=8, sequence_parallel=False)
 
 
 @pytest.mark.parametrize("text", ["{stage_layers: [3, 5], tp: 2}", "[stage_layers=3-5, tp=2]"])
 def test_pins_in_a_file_are_a_mapping_of_values_or_texts(text: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(f"pin: {text}")
-    assert read_config(path).pin == Pins(stage_layers=(3, 5), tp=2)
+    assert read_config(path).pins == Pins(stage_layers=(3, 5), tp=2)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def configured(folder: Path, document: dict[str, Any], **given: Any) -> Configur
 
 
 def pins(settings: PlanSettings) -> dict[str, str]:
-    return settings.pin.named()
+    return settings.pins.named()
 
 
 def test_degrees_are_pinned_and_their_product_is_the_devices(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_options_stand_beside_the_sections(tmp_path: Path) -> None:
     found = configured(
         tmp_path, {**FILE, "global_batch": 64, "seq_len": 512, "optimizer": {"type": "AdamW"}, "seed": 1}
     )
-    assert (found.settings.global_batch, found.settings.seq_len, found.settings.optimizer) == (64, 512, None)
+    assert (found.settings.global_batch, found.settings.sequence_length, found.settings.optimizer) == (64, 512, None)
     assert any("optimizer, seed" in note for note in found.notes)
 
 
@@ -272,8 +272,13 @@ def test_a_training_file_states_its_network_and_its_batch(tmp_path: Path) -> Non
     found = configured(tmp_path, TRAINING, network=None)
     settings = found.settings
     assert settings.network == f"hf:{tmp_path / 'parallel.yaml'}"
-    assert (settings.devices, settings.global_batch, settings.seq_len, str(settings.precision)) == (8, 16, 128, "bf16")
-    network = load_network(settings.network, sequence_length=settings.seq_len)
+    assert (settings.devices, settings.global_batch, settings.sequence_length, str(settings.precision)) == (
+        8,
+        16,
+        128,
+        "bf16",
+    )
+    network = load_network(settings.network, sequence_length=settings.sequence_length)
     assert (network.depth, network.sequence_length) == (13, 128)
     assert found.marks is not None
     assert [*found.marks.stages.values()] == [0] * 7 + [1] * 6
