@@ -22,7 +22,7 @@ PROFILE = Path("local.yaml")
 class CalibrateArguments:
     """Arguments and options, None where not given."""
 
-    device: Annotated[Device, typer.Option("--device", help="What to measure.")] = Device.CPU
+    device: Annotated[Device, typer.Option("--device", help="What to measure.")] = "cpu"
     processes: Annotated[
         int, typer.Option("--processes", parser=natural, metavar="N", help="Collectives among 2, 4, … up to N.")
     ] = 4
@@ -106,7 +106,7 @@ def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> N
 
     check_writable(out)
     with terminal.filling("measuring") as progress:
-        content = measure(CalibrateOptions(device=str(device), processes=processes, out=out), progress)
+        content = measure(CalibrateOptions(device=device, processes=processes, out=out), progress)
     hardware = check_content(content, str(out))[1]
     if terminal.json:
         rows = [{"field": row.field, "value": row.value, "source": row.source} for row in hardware.rows]

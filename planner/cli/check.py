@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,22 +19,11 @@ if TYPE_CHECKING:
     from simulator.hardware import Hardware
 
 
-class CheckedFormat(StrEnum):
-    """Formats that are read."""
-
-    MEGATRON = "megatron"
-    BRIDGE = "bridge"
-    TORCHTITAN = "torchtitan"
-    TORCHTITAN_OLD = "torchtitan-0.2"
-    DEEPSPEED = "deepspeed"
-    ACCELERATE = "accelerate"
-    AUTOMODEL = "automodel"
-    MINDFORMERS = "mindformers"
-    MINDFORMERS_PYNATIVE = "mindformers-pynative"
-    MINDSPEED = "mindspeed"
-    MINDSPEED_FSDP2 = "mindspeed-fsdp2"
-    GALVATRON = "galvatron"
-    SIMUMAX = "simumax"
+CheckedFormat = Literal[
+    "megatron", "bridge", "torchtitan", "torchtitan-0.2", "deepspeed", "accelerate", "automodel", "mindformers",
+    "mindformers-pynative", "mindspeed", "mindspeed-fsdp2", "galvatron", "simumax",
+]  # fmt: skip
+"""Formats that are read."""
 
 
 def check(
@@ -68,9 +56,7 @@ def check(
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     with terminal.working(f"checking {config}"):
-        found = checked(
-            config, form=None if form is None else form.value, network=network, hardware=hw, devices=devices
-        )
+        found = checked(config, form=form, network=network, hardware=hw, devices=devices)
     hardware = _hardware(hw) if found.found or found.best else None
     for note in found.notes if terminal.json else ():
         terminal.note(note)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,7 +27,6 @@ from simulator.errors import InputError
 if TYPE_CHECKING:
     from planner.execution.options import ExecuteOptions
 
-STEPS = 10
 FOR_REAL = (
     *("data", "verify", "precision", "learning_rate", "device", "timeout", "top", "join_timeout", "save", "save_every"),
     *("resume", "force", "log_dir", "measure", "trace"),
@@ -36,12 +34,8 @@ FOR_REAL = (
 """Options of runs that compute, which virtual devices do not."""
 
 
-class Device(StrEnum):
-    """What to run on."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    NPU = "npu"
+Device = Literal["cpu", "cuda", "npu"]
+"""What to run on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,25 +147,8 @@ class ExecuteArguments:
 
     def options(self) -> ExecuteOptions:
         """What to run and how, with defaults for what was not given."""
-        from planner.execution.options import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S, ExecuteOptions
+        from planner.execution.options import ExecuteOptions
 
-        return ExecuteOptions(
-            strategy=self.strategy,
-            processes=self.processes,
-            steps=STEPS if self.steps is None else self.steps,
-            data=self.data,
-            verify=self.verify,
-            precision=None if self.precision is None else str(self.precision),
-            seed=self.seed,
-            learning_rate=self.learning_rate,
-            device=None if self.device is None else str(self.device),
-            timeout_s=DEFAULT_TIMEOUT_S if self.timeout is None else self.timeout,
-            join_timeout_s=DEFAULT_JOIN_TIMEOUT_S if self.join_timeout is None else self.join_timeout,
-            save=self.save,
-            save_every=self.save_every,
-            resume=self.resume,
-            force=self.force,
-            log_dir=self.log_dir,
-            measure=self.measure,
-            trace=self.trace,
-        )
+        given: dict[str, Any] = {one.name: getattr(self, one.name, None) for one in fields(ExecuteOptions)}
+        given |= {"timeout_s": self.timeout, "join_timeout_s": self.join_timeout}
+        return ExecuteOptions(**{name: value for name, value in given.items() if value is not None})

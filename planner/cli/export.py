@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from planner.cli.check import CheckedFormat
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, TrustFile, check_out
 from planner.cli.terminal import Terminal
 
@@ -21,31 +21,10 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 
-class Format(StrEnum):
-    """Files that a plan can be written to."""
-
-    MEGATRON = "megatron"
-    BRIDGE = "bridge"
-    TORCHTITAN = "torchtitan"
-    TORCHTITAN_OLD = "torchtitan-0.2"
-    DEEPSPEED = "deepspeed"
-    ACCELERATE = "accelerate"
-    AUTOMODEL = "automodel"
-    MINDFORMERS = "mindformers"
-    MINDFORMERS_PYNATIVE = "mindformers-pynative"
-    MINDSPEED = "mindspeed"
-    MINDSPEED_FSDP2 = "mindspeed-fsdp2"
-    GALVATRON = "galvatron"
-    SIMUMAX = "simumax"
-    CHAKRA = "chakra"
-    SCHEDULE_CSV = "schedule-csv"
-    PYTORCH = "pytorch"
-    MINDSPORE = "mindspore"
-    MESHWRIGHT = "meshwright"
-
-
-_SUFFIX = {Format.CHAKRA: "", Format.SCHEDULE_CSV: ".csv", Format.PYTORCH: ".py"}
-_VERSION = {Format.SCHEDULE_CSV: "torch 2.9", Format.MINDSPORE: "2.10", Format.MESHWRIGHT: "2"}
+Format = Literal[CheckedFormat, "chakra", "schedule-csv", "pytorch", "mindspore", "meshwright"]
+"""Files that a plan can be written to."""
+_SUFFIX = {"chakra": "", "schedule-csv": ".csv", "pytorch": ".py"}
+_VERSION = {"schedule-csv": "torch 2.9", "mindspore": "2.10", "meshwright": "2"}
 
 
 def export(
@@ -53,7 +32,7 @@ def export(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Where to write; by default beside the strategy.")
     ] = None,
-    to: Annotated[Format, typer.Option("--to", help="The format to write.")] = Format.MINDSPORE,
+    to: Annotated[Format, typer.Option("--to", help="The format to write.")] = "mindspore",
     rounds: Annotated[
         bool, typer.Option("--round", help="Write the nearest plan that the framework can run, and list what differs.")
     ] = False,
@@ -80,26 +59,26 @@ def export(
     from simulator.whole_file import write_whole
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    form = FORMATS.get(to.value)
-    path = out or strategy.with_suffix(f".{to.value}{form.suffix if form else _SUFFIX.get(to, '.json')}")
+    form = FORMATS.get(to)
+    path = out or strategy.with_suffix(f".{to}{form.suffix if form else _SUFFIX.get(to, '.json')}")
     check_out("--out", path, (strategy,))
     found = read_strategy(strategy)
-    if form is not None or to is Format.PYTORCH:
+    if form is not None or to == "pytorch":
         _exchange(terminal, found, strategy, form, path, rounds=rounds)
         return
-    if to is Format.CHAKRA:
+    if to == "chakra":
         _traces(terminal, found.plan, strategy, path)
         return
-    if to is Format.MESHWRIGHT:
+    if to == "meshwright":
         written = write_plan(found.plan, path, found.prediction)
-    elif to is Format.SCHEDULE_CSV:
+    elif to == "schedule-csv":
         written = write_whole(path, _schedule(found.plan))
     else:
         with terminal.working("capturing the network"), naming(strategy):
             graph = captured(found.plan)
         written = export_mindspore(found.plan, graph, path, found.prediction)
     if terminal.json:
-        said = {"format": to.value, "version": _VERSION[to], "files": [str(written)]}
+        said = {"format": to, "version": _VERSION[to], "files": [str(written)]}
         terminal.document({"strategy_file": str(written), **said, "cannot_say": [], "environment": {}})
     else:
         terminal.line(str(written))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.cli.arguments import takes
 from planner.cli.options import check_out
-from planner.cli.simulate_options import Engine, SimulateArguments
+from planner.cli.simulate_options import SimulateArguments
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -62,7 +62,7 @@ def simulate(given: SimulateArguments) -> None:
         raise InputError("--schedule-file orders the passes of a pipeline, but the plan has one stage; leave it out")
     schedule = None if given.schedule_file is None else parse_schedule_csv(given.schedule_file)
     with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
-        run = reference.run if asked.engine is Engine.REFERENCE else None
+        run = reference.run if asked.engine == "reference" else None
         with strategy_graph(plan, asked.strategy) as graph:
             found = simulate_plan(plan, graph, hardware, schedule, run, asked.cluster)
         if asked.trace is not None:
@@ -85,7 +85,7 @@ class Simulation:
     strategy: Path
     plan: Plan
     hardware: Hardware
-    engine: Engine
+    engine: str
     trace: Path | None
     extra: Reliability
     seed: int

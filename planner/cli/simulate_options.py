@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -26,13 +25,6 @@ if TYPE_CHECKING:
     from planner.cli.reliability import Reliability
 
 
-class Engine(StrEnum):
-    """Which engine simulates; both give the same step."""
-
-    FAST = "fast"
-    REFERENCE = "reference"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateArguments:
     """Arguments and options, None where not given."""
@@ -45,7 +37,7 @@ class SimulateArguments:
         str | None,
         typer.Option("--software", metavar="NAME", help="Default: that of the plan; usual for what is usual."),
     ] = None
-    engine: Annotated[Engine, typer.Option("--engine", help="Array based, or SimPy.")] = Engine.FAST
+    engine: Annotated[Literal["fast", "reference"], typer.Option("--engine", help="Array based, or SimPy.")] = "fast"
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write the step for Perfetto or Chrome.")
     ] = None

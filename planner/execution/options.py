@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-DEFAULT_TIMEOUT_S = 60.0
-DEFAULT_JOIN_TIMEOUT_S = 300.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecuteOptions:
@@ -31,8 +28,8 @@ class ExecuteOptions:
     seed: int | None = None
     learning_rate: float | None = None
     device: str | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    timeout_s: float = 60.0
+    join_timeout_s: float = 300.0
     save: str | Path | None = None
     save_every: int | None = None
     resume: str | Path | None = None
