@@ -11,7 +11,7 @@ import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -35,37 +35,45 @@ SHORTEST = 1e-9
 RUN = FileKind(name="run", remedy="give a file of `meshwright execute --measure --out`", max_bytes=64 << 20)
 
 Data = dict[str, Any]
-Positive = Field(gt=0, lt=1e6, allow_inf_nan=False)
-Size = Field(ge=0, lt=1e18, allow_inf_nan=False)
+Size = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, lt=1e6, allow_inf_nan=False)]
+Calls = Annotated[int, Field(ge=1, le=10**12)]
+Ranks = Annotated[int, Field(ge=1, le=10**7)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkRow:
+    """All calls of kernels with the same work, on all ranks: seconds of one call, the median measured.
+
+    ``busy_s`` is the median processor time of a call.
+    """
+
+    kernel: Kernel
+    dtype: str
+    flops: Size
+    bytes_moved: Size
+    calls: Calls
+    predicted_s: Seconds
+    measured_s: Seconds
+    busy_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageRow:
+    """All equal messages: median seconds of one from when the last rank has come, and of the wait before."""
+
+    collective: str
+    axis: str = ""
+    group_size: Ranks
+    payload_bytes: Size
+    calls: Calls
+    predicted_s: Seconds
+    measured_s: Seconds
+    waited_s: Seconds
 
 
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class WorkModel(_Model):
-    """Calls of kernels with the same work, as `meshwright execute --measure` writes them."""
-
-    kernel: Kernel
-    dtype: str
-    flops: float = Size
-    bytes_moved: float = Size
-    calls: int = Field(ge=1, le=10**12)
-    predicted_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
-    measured_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
-    busy_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
-
-
-class MessageModel(_Model):
-    """Equal messages."""
-
-    collective: str
-    group_size: int = Field(ge=1, le=10**7)
-    payload_bytes: float = Size
-    calls: int = Field(ge=1, le=10**12)
-    predicted_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
-    measured_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
-    waited_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
 
 
 class ComparisonModel(_Model):
@@ -74,9 +82,9 @@ class ComparisonModel(_Model):
     network: str
     hardware: str
     hardware_hash: str
-    processes: int = Field(ge=1, le=10**7)
-    work: list[WorkModel]
-    messages: list[MessageModel]
+    processes: Ranks
+    work: list[WorkRow]
+    messages: list[MessageRow]
 
 
 class RunModel(_Model):
@@ -262,7 +270,7 @@ def _scale(section: Data, name: str, factor: float, origin: str, *, most: float 
 # Messages
 
 
-def _correct_messages(data: Data, messages: Sequence[MessageModel], origin: str) -> Iterator[Correction]:
+def _correct_messages(data: Data, messages: Sequence[MessageRow], origin: str) -> Iterator[Correction]:
     for table in data.get("collectives", []):
         rows = [
             row
@@ -295,7 +303,7 @@ def _correct_messages(data: Data, messages: Sequence[MessageModel], origin: str)
         )
 
 
-def _ratios(rows: Sequence[MessageModel]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _ratios(rows: Sequence[MessageRow]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """(sizes,), (sizes,) payloads, rising, and how much longer than predicted ranks were held up by messages of each.
 
     What a rank waits for a late one is part of it: a step pays it at its messages, and nothing else of a profile

@@ -14,8 +14,9 @@ from planner.execution.virtual.script import predicted_times, tie_axes
 from planner.lowering.instructions import LoweredStages
 from planner.planning.prediction import ROUNDING, SimulatedPlan, operator_run, operator_tasks
 from planner.plans.plan import Plan
+from simulator.calibration.from_run import MessageRow, WorkRow
 from simulator.hardware import Hardware
-from simulator.program import Task
+from simulator.program import Kernel, Task
 
 OPERATORS, MESSAGES, REST = "operators", "messages", "rest"
 WAITING, STAGES, BETWEEN = "waiting for other ranks", "waiting for other stages", "between instructions"
@@ -44,37 +45,6 @@ class ErrorRow:
     def difference_s(self) -> float:
         """Measured less predicted."""
         return self.measured_s - self.predicted_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkRow:
-    """All calls of kernels with the same work, on all ranks: seconds of one call, the median measured.
-
-    ``busy_s`` is the median processor time of a call.
-    """
-
-    kernel: str
-    dtype: str
-    flops: float
-    bytes_moved: float
-    calls: int
-    predicted_s: float
-    measured_s: float
-    busy_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageRow:
-    """All equal messages: median seconds of one from when the last rank has come, and of the wait before."""
-
-    collective: str
-    axis: str
-    group_size: int
-    payload_bytes: float
-    calls: int
-    predicted_s: float
-    measured_s: float
-    waited_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,12 +246,12 @@ class _Samples:
 
 
 def _work_rows(ranks: Sequence[RankTimes], seconds: Mapping[int, float]) -> Iterator[WorkRow]:
-    found: dict[tuple[str, str, float, float], _Samples] = {}
+    found: dict[tuple[Kernel, str, float, float], _Samples] = {}
     for rank in ranks:
         run = rank.part == RUN
         for number, took, busy in zip(rank.number[run], rank.seconds[run], rank.busy_s[run], strict=True):
             task = rank.entries[number].task
-            key = (task.kernel.value, task.dtype, task.flops, task.bytes_moved)
+            key = (task.kernel, task.dtype, task.flops, task.bytes_moved)
             samples = found.setdefault(key, _Samples(seconds[id(task)]))
             samples.measured_s.append(float(took))
             samples.busy_s.append(float(busy))
