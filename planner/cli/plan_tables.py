@@ -246,7 +246,7 @@ def _what_if_table(rows: Sequence[WhatIfRow], *, at_one_size: bool) -> Table:
     left_out = {"\ndevices", "\nscaling"} if at_one_size else {"\nwith"}
     table = plain_table(*((name, kind) for name, kind in columns.items() if name not in left_out))
     for row in rows:
-        own = [row.setting if at_one_size else str(row.devices), str(row.global_batch)]
+        own = [row.setting.replace("=", " ") if at_one_size else str(row.devices), str(row.global_batch)]
         if row.best is None:
             table.add_row(*own, Text("no plan", style="red"))
             continue

@@ -22,6 +22,7 @@ _NUMBERS = {
     "memory_headroom": float,
     "expert_imbalance": float,
 }
+_EXAMPLES = {"memory_headroom": "0.1", "expert_imbalance": "1.3"}
 _OF_REQUEST = {
     "batch": "global_batch",
     "global_batch": "global_batch",
@@ -96,7 +97,8 @@ def _value(key: str, field: str, text: str) -> object:
     except ValueError:
         found = -1
     if not 0 <= found < 10**9 or (field != "memory_headroom" and found < 1):
-        raise InputError(f"--set {key}={text}: not a number that {key} can be; write for example --set {key}=64")
+        example = _EXAMPLES.get(field, "64")
+        raise InputError(f"--set {key}={text}: not a number that {key} can be; write for example --set {key}={example}")
     return found
 
 
