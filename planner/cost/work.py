@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from planner.graph.fusion import COMPILER, LIBRARY, in_memory, lying_bytes
 from planner.graph.kept import KeptByGraph
-from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import DTYPE_BYTES, STORED_BYTES, Node, OperatorGraph, Role, TensorRef
 from simulator.errors import InputError
 from simulator.kernels.matmul import ELEMENT_BYTES
 from simulator.program import Kernel, Phase
@@ -165,6 +165,20 @@ def traffic_sizes(graph: OperatorGraph, node: Node) -> list[float]:
     return sizes
 
 
+def stored_elements(graph: OperatorGraph, tensor: TensorRef) -> float:
+    """Elements of a tensor; of a weight that is stored narrower as many of the network's type as its bytes make."""
+    spec = graph.spec(tensor)
+    if spec.dtype not in STORED_BYTES:
+        return float(spec.elements)
+    return spec.size_bytes / DTYPE_BYTES[trained_dtype(graph)]
+
+
+def trained_dtype(graph: OperatorGraph) -> str:
+    """Type of the parameters' numbers, but for those that are stored narrower."""
+    types = (graph.nodes[parameter.node].outputs[0].dtype for parameter in graph.parameters)
+    return next((dtype for dtype in types if dtype not in STORED_BYTES), "float32")
+
+
 def cast_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) -> Amount:
     """Bytes that a matrix product moves to cast its local factors to `Node.product_dtype`.
 
@@ -195,6 +209,9 @@ def cast_sizes(graph: OperatorGraph, node: Node) -> list[tuple[int, float]]:
     places = range(len(node.tensor_inputs) - 2, len(node.tensor_inputs))
     specs = [(place, graph.spec(node.tensor_inputs[place])) for place in places]
     narrow = ELEMENT_BYTES[node.product_dtype]
+    if any(spec.dtype in STORED_BYTES for _, spec in specs):
+        # Weights that are stored narrower than the product takes them are read, and written as it takes them.
+        return [(p, float(s.size_bytes + s.elements * narrow)) for p, s in specs if s.dtype in STORED_BYTES]
     if graph.fusion == COMPILER:
         parts = [_part_of_one_cast(graph, node, node.tensor_inputs[place]) for place in places]
         return [(p, part * (s.size_bytes + s.elements * narrow)) for (p, s), part in zip(specs, parts, strict=True)]

@@ -28,7 +28,12 @@ DTYPE_BYTES = {
     "bool": 1,
     "complex64": 8,
     "complex128": 16,
+    "nf4": 1,
 }
+"""Whole bytes of an element; two of ``nf4`` share one, as `STORED_BYTES` has it."""
+STORED_BYTES = {"nf4": 0.5 + 4 / 64, "int8": 1.0}
+"""Bytes of a frozen weight that is stored narrower than products take it: 4 bits, 64 of which share a float32 scale
+(NF4; Dettmers et al., QLoRA, arXiv:2305.14314, section 3), and 8 bits with a scale for each row (LLM.int8)."""
 
 
 class TensorRef(NamedTuple):
@@ -68,7 +73,8 @@ class TensorSpec:
         """Bytes of the whole tensor."""
         # A search asks tens of thousands of times.
         if self._bytes is None:
-            object.__setattr__(self, "_bytes", self.elements * DTYPE_BYTES[self.dtype])
+            each = STORED_BYTES.get(self.dtype) or DTYPE_BYTES[self.dtype]
+            object.__setattr__(self, "_bytes", round(self.elements * each))
         assert self._bytes is not None  # worked out above
         return self._bytes
 
@@ -106,7 +112,7 @@ class Node:
     neither on parameters nor on the batch: computed by its ``op``, or a buffer of the module, named by
     its path, with ``"constant"`` there. A *gradient sum* adds the gradients that several uses of one
     tensor send back. ``flops`` counts a multiply and an add as two; work element by element is left out.
-    ``product_dtype`` is what a matrix product casts its factors to, where that is narrower than they are.
+    ``product_dtype`` is what a matrix product casts its factors to, where that is not what they are.
     ``moved`` is the share of each tensor input, then of each output, that its kernel reads or writes; empty for all.
     """
 

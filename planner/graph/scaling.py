@@ -108,10 +108,42 @@ def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
             args=tuple(_with_dtype(argument, dtype) for argument in node.args),
             kwargs=tuple((key, _with_dtype(argument, dtype)) for key, argument in node.kwargs),
             outputs=tuple(map(narrowed, node.outputs)),
+            product_dtype=dtype if node.product_dtype == CAPTURED_PRECISION else node.product_dtype,
         )
         for index, node in enumerate(graph.nodes)
     )
     return replace(graph, nodes=nodes)
+
+
+def with_stored_weights(graph: OperatorGraph, stored: str) -> OperatorGraph:
+    """The graph, as captured, of a network whose frozen weights are stored as `stored`, a key of `STORED_BYTES`.
+
+    They are those of linear layers but for the last, as bitsandbytes has them. Products cast them, forward and again
+    backward; trained weights stay.
+    """
+    frozen = {parameter.node for parameter in graph.parameters if parameter.gradient is None}
+    readers: dict[int, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        if not (node.kernel is Kernel.VIEW and node.tensor_inputs):
+            for ref in node.tensor_inputs:
+                readers.setdefault(_viewed(graph, ref).node, []).append(index)
+    # Of products that are run as one, each reads a weight of its own.
+    products = {index for index, node in enumerate(graph.nodes) if is_product(replace(node, moved=()))}
+    last = _last_products(graph)
+    kept = last | {index for index, node in enumerate(graph.nodes) if node.forward in last}
+    narrow = {
+        weight
+        for weight in frozen
+        if weight in readers and all(i in products and i not in kept for i in readers[weight])
+    }
+    nodes = list(graph.nodes)
+    for index, node in enumerate(graph.nodes):
+        seen = _viewed(graph, TensorRef(index)).node
+        if seen in narrow:
+            nodes[index] = replace(node, outputs=tuple(replace(spec, dtype=stored) for spec in node.outputs))
+        elif index in products and any(_viewed(graph, ref).node in narrow for ref in node.tensor_inputs[-2:]):
+            nodes[index] = replace(node, product_dtype=node.outputs[0].dtype)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _with_narrow_products(graph: OperatorGraph, dtype: str) -> OperatorGraph:

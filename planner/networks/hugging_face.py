@@ -141,7 +141,8 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         )
     settings, dropout = _without_dropout(settings, kind)
     notes: tuple[str, ...] = (f"dropout is left out ({', '.join(dropout)} of the config)",) if dropout else ()
-    notes += _quantised(path, config)
+    stored, said = _quantised(path, config, adapted=adapted is not None)
+    notes += said
     if kind in WITH_EXPERTS:
         notes += (EXPERTS_NOTE,)
     predicted = _predicted(path, kind, settings, length)
@@ -165,6 +166,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         captured_blocks=_captured_blocks(path, kind, settings) + (adapters is not None),
         content=content,
         notes=notes,
+        stored=stored,
         sizes=hugging_face_decoder(kind, settings),
         decoder=hugging_face_decoder(kind, settings)
         if adapters is None and (length > 1 or kind != "mixtral") and not _windowed(settings, length)
@@ -248,18 +250,25 @@ def _without_dropout(settings: dict[str, Any], kind: str) -> tuple[dict[str, Any
     return {**settings, **dict.fromkeys(defaults, 0.0)}, removed
 
 
-def _quantised(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """A note where the weights of a checkpoint are stored in few bits: training does without them."""
+def _quantised(path: Path, config: Mapping[str, Any], *, adapted: bool) -> tuple[str, tuple[str, ...]]:
+    """How frozen weights are stored in few bits, a key of `STORED_BYTES`, and a note that says so.
+
+    Weights that are trained are stored in the precision of the plan, and so are those of methods that are not known.
+    """
     value = config.get("quantization_config")
     if not value:
-        return ()
+        return "", ()
     if not isinstance(value, dict):
         raise NetworkError(f"{path}: key 'quantization_config' is {value!r}; it must be an object, or left out")
-    bits = next((f" in {bits} bits" for bits in (4, 8) if value.get(f"load_in_{bits}bit")), "")
-    return (
-        f"quantization_config ({value.get('quant_method', 'no quant_method')}{bits}) is left out: all weights, frozen "
-        "ones too, are stored in the precision of the plan",
-    )
+    method, bits = value.get("quant_method", ""), next((n for n in (4, 8) if value.get(f"load_in_{n}bit")), 0)
+    known = bits and method in ("", "bitsandbytes")
+    if known and adapted:
+        return (
+            {4: "nf4", 8: "int8"}[bits],
+            (f"frozen weights of linear layers are stored in {bits} bits, and cast for every product that reads them",),
+        )
+    why = "all weights are trained" if known else f"quant_method {method or 'is not said'}"
+    return "", (f"quantization_config is left out ({why}): weights are stored in the precision of the plan",)
 
 
 def _windowed(settings: Mapping[str, Any], length: int) -> bool:
@@ -314,7 +323,7 @@ def _described(
     content += "" if adapters is None else f"\n{adapters!r}"
     facts: Facts = _built(lambda m: m.facts(str(path), kind, settings, architectures, sequence_length), str(path), kind)
     named = adapted or path
-    quantised = _quantised(path, config)
+    stored, quantised = _quantised(path, config, adapted=adapted is not None)
     dropout = (f"dropout is left out ({', '.join(facts.dropout)} of the config)",) if facts.dropout else ()
     return Network(
         name=named.parent.name if named.name in ("config.json", ADAPTER_CONFIG) and named.parent.name else named.stem,
@@ -329,6 +338,7 @@ def _described(
             _make_any, (str(path), str(adapted)), kind, settings, architectures, facts.sequence_length or 0, adapters
         ),
         content=content,
+        stored=stored,
         notes=dropout + quantised + ((EXPERTS_NOTE,) if facts.experts else ()) + notes,
     )
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from planner.graph import cache
 from planner.graph.attention import WRITTEN_OUT, with_attention
+from planner.graph.fingerprint import fingerprint
 from planner.graph.fusion import with_fusion, with_imbalance
 from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
+from planner.graph.scaling import with_stored_weights
 from planner.networks.child import in_child
 from planner.networks.inputs import InputSpec
 from simulator.errors import NetworkError
@@ -67,6 +69,7 @@ class Network:
     norms: str = ""
     fusion: str = ""
     expert_imbalance: float = 1.0
+    stored: str = ""
 
     def capture(self) -> OperatorGraph:
         """Return the operator graph at batch 1, from the cache where it can."""
@@ -94,6 +97,9 @@ def capture(network: Network) -> OperatorGraph:
         graph = _capture(network)
         if key:
             cache.store(key, graph)
+    if network.stored:
+        graph = with_stored_weights(graph, network.stored)
+        graph = replace(graph, fingerprint=fingerprint(graph))
     return with_imbalance(graph, network.expert_imbalance)
 
 
@@ -108,7 +114,6 @@ def _cache_key(network: Network) -> str:
 
 
 def _capture(network: Network) -> OperatorGraph:
-    from planner.graph.fingerprint import fingerprint
     from planner.graph.folding import fold, repeat
 
     if network.decoder is None and network.depth is None:

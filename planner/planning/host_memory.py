@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.cost.work import optimizer, state_bytes
 from planner.graph.host_tables import host_tables
-from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
+from planner.graph.operator_graph import OperatorGraph
 from planner.plans.plan import Plan
 from simulator.quantities import bytes_text
 
@@ -34,11 +34,11 @@ def host_memory_bytes(plan: Plan, graph: OperatorGraph, devices_per_node: int) -
         node, trained = parameter.node, parameter.gradient is not None
         spec = graph.nodes[node].outputs[0]
         elements = graph.multiplicity[node] * spec.elements
-        there, size = node in on_host, DTYPE_BYTES[spec.dtype]
+        there = node in on_host
         if trained and (there or (plan.offload_optimizer and plan.offload_to == "host")):
             total += elements * (state_bytes(update, spec.dtype) + _GRADIENT_BYTES)
         if there or (plan.offload_parameters and plan.offload_to == "host"):
-            total += elements * size
+            total += graph.multiplicity[node] * spec.size_bytes
     nodes = max(1, plan.devices // devices_per_node)
     return round(total * ranks / nodes)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.graph.folding import unfold
-from planner.graph.operator_graph import OperatorGraph
+from planner.graph.operator_graph import STORED_BYTES, OperatorGraph
 from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import LoweredStages
 from planner.lowering.stages import lower_stages
@@ -28,9 +28,18 @@ def naming(source: str | Path) -> Iterator[None]:
 
 
 def lower_to_run(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredStages:
-    """Lower a plan for execution, by this project's own executor; parameters and errors as `strategy_graph`."""
+    """Lower a plan for execution, by this project's own executor; parameters and errors as `strategy_graph`.
+
+    Weights that are stored in few bits are simulated only: raises StrategyError.
+    """
     plan = replace(plan, software="")
     with strategy_graph(plan, source, precision=precision, even=True) as graph:
+        stored = {graph.nodes[parameter.node].outputs[0].dtype for parameter in graph.parameters} & STORED_BYTES.keys()
+        if stored:
+            raise StrategyError(
+                f"frozen weights are stored as {', '.join(sorted(stored))} and would be whole here; execute the "
+                "network without quantization_config"
+            )
         return lower_stages(plan, graph)
 
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from planner.cost.memory.doubt import probability_to_fit
 from planner.cost.software import uncertainty_of
+from planner.cost.work import trained_dtype
 from planner.graph.experts import experts_of
-from planner.graph.operator_graph import OperatorGraph, Role
+from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.planning.host_memory import host_memory_bytes
 from planner.planning.mixed_pipeline import lower_mixed
@@ -115,11 +116,6 @@ def hardware_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
 def with_host(analytic: Mapping[str, float], found: Prediction) -> dict[str, float]:
     """The parts of a closed form with what the host adds to the prediction, which no search can change much."""
     return {**analytic, **{part: seconds for part, seconds in found.breakdown.items() if part == HOST}}
-
-
-def trained_dtype(graph: OperatorGraph) -> str:
-    """Type of the parameters' numbers."""
-    return next((n.outputs[0].dtype for n in graph.nodes if n.role is Role.PARAMETER), "float32")
 
 
 def computed_dtype(graph: OperatorGraph) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TypedDict
 
 from planner.cost.software import as_run, exchange_of, fusion_of, norms_of
-from planner.cost.work import Optimizer, optimizer, state_bytes
+from planner.cost.work import Optimizer, optimizer, state_bytes, trained_dtype
 from planner.graph.chain import Chain, chain
 from planner.graph.experts import experts_of, experts_per_token
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
@@ -21,7 +21,7 @@ from planner.planning.configured import Configured
 from planner.planning.hosted import check_host_speed, check_host_tables
 from planner.planning.marked import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
 from planner.planning.placing import PlacedMarks
-from planner.planning.prediction import check_products, trained_dtype
+from planner.planning.prediction import check_products
 from planner.planning.refining import largest_threshold
 from planner.planning.shared_tables import NetworkTables, SharedTables
 from planner.plans.capability import capability_of

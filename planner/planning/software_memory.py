@@ -25,7 +25,8 @@ from planner.cost.training_run import (
     TrainingSetup,
     TransformerShape,
 )
-from planner.graph.operator_graph import OperatorGraph
+from planner.cost.work import trained_dtype
+from planner.graph.operator_graph import DTYPE_BYTES, STORED_BYTES, OperatorGraph
 from planner.networks import load_network
 from planner.networks.decoder.gpt import HuggingFaceGPT2, ZooGPT
 from planner.networks.decoder.llama import HuggingFaceLlama, ZooLlama
@@ -155,6 +156,7 @@ def _setup(plan: Plan, graph: OperatorGraph, hardware: Hardware, shape: Transfor
         **kept | {
             "gradient_bytes": usual_gradient_bytes(software.stack, plan.precision) if sums < 0 else sums,
             "every_second_product": habits.every_second_product or by_operator,
+            "frozen_weight_bytes": habits.frozen_weight_bytes or _frozen_bytes(graph),
         },
     )  # fmt: skip
 
@@ -162,6 +164,18 @@ def _setup(plan: Plan, graph: OperatorGraph, hardware: Hardware, shape: Transfor
 def _trained_fraction(graph: OperatorGraph) -> float:
     sizes = {p.node: graph.multiplicity[p.node] * graph.nodes[p.node].outputs[0].elements for p in graph.parameters}
     return sum(sizes[node] for node in graph.trained) / sum(sizes.values())
+
+
+def _frozen_bytes(graph: OperatorGraph) -> float:
+    """Bytes of an element of frozen weights on average; 0 where all are stored as products take them."""
+    frozen = [(graph.multiplicity[p.node], graph.nodes[p.node].outputs[0]) for p in graph.parameters if not p.gradient]
+    if not any(spec.dtype in STORED_BYTES for _, spec in frozen):
+        return 0.0
+    wide = DTYPE_BYTES[trained_dtype(graph)]
+    held = sum(
+        times * (spec.size_bytes if spec.dtype in STORED_BYTES else spec.elements * wide) for times, spec in frozen
+    )
+    return held / sum(times * spec.elements for times, spec in frozen)
 
 
 def _experts_whole(plan: Plan) -> bool:

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.work import cast_bytes, traffic_bytes, update_traffic
+from planner.cost.work import cast_bytes, stored_elements, traffic_bytes, update_traffic
 from planner.graph.kernel_shapes import kernel_shape, local_kernel
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.states import Setting, States, StatesOnMesh
@@ -162,9 +162,10 @@ class Parts:
         return table[placement_index(before, rank), placement_index(after, rank)]
 
     def elements(self, states: States) -> FloatArray:
-        """Local elements of a parameter in each state."""
+        """Local elements of a parameter in each state, as many as its bytes make where it is stored narrower."""
         ref = TensorRef(states.variable.nodes[0])
-        return self.shares(states, [c.writes[ref] for c in states.variable.choices]) * self.graph.spec(ref).elements
+        held = stored_elements(self.graph, ref)
+        return self.shares(states, [c.writes[ref] for c in states.variable.choices]) * held
 
     def update_seconds(self, states: States) -> FloatArray:
         """Seconds of the optimizer's update of the stored shard of a parameter; frozen ones have none."""

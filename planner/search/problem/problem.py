@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.work import state_bytes
+from planner.cost.work import state_bytes, trained_dtype
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, TensorRef
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import Setting, States
@@ -144,8 +144,8 @@ class Problem:
         time = np.zeros(len(states))
         variable = states.variable
         if variable.kind is Kind.PARAMETER:
-            dtype = self.graph.spec(TensorRef(variable.nodes[0])).dtype
             trained = variable.nodes[0] in self.graph.trained
+            dtype = self.graph.spec(TensorRef(variable.nodes[0])).dtype if trained else trained_dtype(self.graph)
             bytes_each = DTYPE_BYTES[dtype] + (state_bytes(self.setting.optimizer, dtype) if trained else 0.0)
             return Cost(self.parts.update_seconds(states), self.parts.elements(states) * bytes_each)
         if variable.kind is not Kind.INPUT:

@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.work import cast_sizes, traffic_sizes
+from planner.cost.work import cast_sizes, stored_elements, traffic_sizes
 from planner.graph.kernel_shapes import kernel_shape
 from planner.graph.operator_graph import DTYPE_BYTES, Node, TensorRef, TensorSpec
 from planner.search.problem.costs import MeshCosts, needs_mask
@@ -104,8 +104,7 @@ class AmountLedger:
 
     def elements_of(self, tensor: TensorRef, placements: IntArray) -> IntArray:
         """Elements of one rank's piece of a tensor, as `bytes_of`."""
-        spec = self.graph.spec(tensor)
-        return self._pieces(float(spec.elements), _growth(spec), axes_of(placements))
+        return self._pieces(stored_elements(self.graph, tensor), _growth(self.graph.spec(tensor)), axes_of(placements))
 
     def elements(self, states: States) -> IntArray:
         """Local elements of a parameter in each state."""

@@ -11,11 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.cost.work import cast_sizes
 from planner.graph.capture import capture_module
 from planner.graph.folding import unfold
+from planner.graph.operator_graph import STORED_BYTES
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import Network, load_network
-from simulator.errors import InputError, NetworkError, UnsupportedError
+from planner.planning.loading import lower_to_run
+from planner.planning.planning import PlanRequest, plan_network
+from planner.plans.file import write_plan
+from planner.plans.pins import Pins
+from simulator.errors import InputError, NetworkError, StrategyError, UnsupportedError
 from tests.oracles.graph_interpreter import assert_equals_autograd
 
 pytest.importorskip("transformers")
@@ -140,3 +146,71 @@ def test_a_config_named_by_its_file_is_the_whole_network(tmp_path: Path) -> None
     load(tmp_path)
     assert load_network(f"hf:{tmp_path / 'config.json'}").decoder is not None
     assert load_network(f"hf:{tmp_path / 'adapter_config.json'}").decoder is None
+
+
+def quantised(bits: int, **changes: object) -> dict[str, Any]:
+    return {**BASE, "quantization_config": {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True, **changes}}
+
+
+@pytest.mark.parametrize(("bits", "stored"), [(4, "nf4"), (8, "int8")])
+@pytest.mark.parametrize("fusion", ["", "library"])
+def test_frozen_weights_of_layers_are_stored_in_few_bits_and_cast_for_each_product(
+    bits: int, stored: str, fusion: str, tmp_path: Path
+) -> None:
+    """Embeddings, norms, the head and what is trained are not; fused products cast each weight that they read."""
+    network = replace(load(tmp_path, quantised(bits)), fusion=fusion)
+    assert f"stored in {bits} bits" in network.notes[0]
+    graph = at_precision(network.capture(), "bfloat16")
+    narrow = {
+        p.node
+        for p in graph.parameters
+        if p.gradient is None and "layers" in p.name and len(graph.nodes[p.node].outputs[0].shape) == 2
+    }
+    for parameter in graph.parameters:
+        spec = graph.nodes[parameter.node].outputs[0]
+        assert spec.dtype == (stored if parameter.node in narrow else "bfloat16"), parameter.name
+    casts = [(node, cast) for node in graph.nodes if node.product_dtype for cast in cast_sizes(graph, node)]
+    assert {node.product_dtype for node, _ in casts} == {"bfloat16"}
+    # Nothing goes back into frozen embeddings in front of the first queries, keys and values.
+    assert len(casts) == 2 * len(narrow) - 3
+    for node, (place, size) in casts:
+        spec = graph.spec(node.tensor_inputs[place])
+        assert size == pytest.approx(spec.elements * (STORED_BYTES[stored] + 2), abs=1)
+
+
+def test_plans_with_weights_in_few_bits_take_less_memory_and_a_little_longer(tmp_path: Path) -> None:
+    """Exactly as much less as the weights are smaller; and they are simulated only."""
+    folders = [tmp_path / name for name in ("whole", "narrow")]
+    for folder, base in zip(folders, (BASE, quantised(4)), strict=True):
+        folder.mkdir()
+        load(folder, base)
+    pins = Pins.read({"tp": 1, "pp": 1, "dp": 2, "recompute": "none", "micro_batch": 1, "optimizer_sharding": "none"})
+    whole, narrow = (
+        plan_network(
+            PlanRequest(
+                network=f"hf:{folder}", hardware="dgx-h100", devices=2, global_batch=4, sequence_length=16, pins=pins,
+                precision="bf16", top=1,
+            )
+        ).candidates[0]
+        for folder in folders
+    )  # fmt: skip
+    assert narrow.prediction.step_time_s > whole.prediction.step_time_s
+    graph = load_network(f"hf:{folders[1]}", sequence_length=16).capture()
+    small = [
+        (graph.multiplicity[p.node], graph.nodes[p.node].outputs[0])
+        for p in graph.parameters
+        if graph.nodes[p.node].outputs[0].dtype == "nf4"
+    ]
+    saved = sum(times * (2 * spec.elements - spec.size_bytes) for times, spec in small)
+    memory = [one.prediction.memory_at_peak["parameters"] for one in (whole, narrow)]
+    assert memory[0] - memory[1] == pytest.approx(saved, abs=8)
+    path = write_plan(narrow.plan, tmp_path / "strategy.json")
+    with pytest.raises(StrategyError, match="without quantization_config"):
+        lower_to_run(narrow.plan, path)
+
+
+@pytest.mark.parametrize("changes", [{"quant_method": "gptq"}, {"load_in_4bit": False}])
+def test_other_ways_to_store_weights_are_left_out_and_named(changes: dict[str, object], tmp_path: Path) -> None:
+    network = load(tmp_path, quantised(4, **changes))
+    assert network.stored == ""
+    assert "quantization_config is left out" in network.notes[0]

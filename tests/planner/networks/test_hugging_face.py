@@ -204,14 +204,14 @@ def test_what_transformers_refuses_names_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_weights_in_few_bits_are_noted_and_change_no_graph(kind: str, tmp_path: Path) -> None:
+def test_weights_that_are_trained_are_stored_whole(kind: str, tmp_path: Path) -> None:
     config = {"model_type": kind, **CONFIGS["llama"], "num_hidden_layers": 1}
     plain = load_network(f"hf:{write(tmp_path, config)}", sequence_length=10)
     quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     graphs = [n.capture() for n in (plain, load_network(f"hf:{write(tmp_path, quantised)}", sequence_length=10))]
     assert graphs[0].nodes == graphs[1].nodes
     more = set(graphs[1].notes) - set(graphs[0].notes)
-    assert ["bitsandbytes in 4 bits" in note and "left out" in note for note in more] == [True]
+    assert ["left out (all weights are trained)" in note for note in more] == [True]
 
 
 def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path) -> None:
