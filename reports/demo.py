@@ -47,7 +47,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class DemoRun:
     """One network on this machine: its plan, what was predicted and what a run measured.
 
     ``run`` is the document of ``execute --json``.
@@ -134,10 +134,10 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _comparison(folder: Path, spec: str) -> Comparison:
+def _comparison(folder: Path, spec: str) -> DemoRun:
     found = read_strategy(_strategy(folder, spec, PROCESSES))
     run = json.loads(_result(folder, spec).read_text(encoding="utf-8"))
-    return Comparison(name=NETWORKS[spec], plan=found.plan, prediction=found.prediction or {}, run=run)
+    return DemoRun(name=NETWORKS[spec], plan=found.plan, prediction=found.prediction or {}, run=run)
 
 
 def _known_cards(folder: Path) -> list[tuple[str, str, str]]:
@@ -168,7 +168,7 @@ def _timeline(folder: Path, spec: str, name: str, where: str, devices: int) -> H
     return page.drawing(svg, title=title, caption=f"Simulated: {step}{once}; {mesh}. Below, the memory of one device.")
 
 
-def comparison_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
+def comparison_rows(comparisons: Sequence[DemoRun]) -> list[list[str]]:
     """Predicted beside measured: one row for step time and one for memory of each network."""
     rows = []
     for comparison in comparisons:
@@ -190,7 +190,7 @@ def comparison_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
     return rows
 
 
-def comparison_text(comparisons: Sequence[Comparison]) -> str:
+def comparison_text(comparisons: Sequence[DemoRun]) -> str:
     """The comparison as plain text."""
     rows = [["", "", "predicted", "measured", "difference"], *comparison_rows(comparisons)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -201,7 +201,7 @@ def comparison_text(comparisons: Sequence[Comparison]) -> str:
 
 def demo_page(
     commands: Sequence[Command],
-    comparisons: Sequence[Comparison],
+    comparisons: Sequence[DemoRun],
     pictures: Sequence[Html],
     *,
     planned: Sequence[tuple[str, str, str]] = (),
@@ -229,7 +229,7 @@ def demo_page(
     return page.page("Meshwright, demonstrated", parts, footer="Written by python -m reports.demo.")
 
 
-def _cards(comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
+def _cards(comparisons: Sequence[DemoRun]) -> list[tuple[str, str, str]]:
     entries = []
     for comparison in comparisons:
         run = comparison.run
@@ -247,7 +247,7 @@ def _cards(comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
     return entries
 
 
-def _time_chart(index: int, comparison: Comparison) -> Html:
+def _time_chart(index: int, comparison: DemoRun) -> Html:
     """Predicted and measured step time, each with its interval, from zero."""
     import plotly.graph_objects as go
 
@@ -282,7 +282,7 @@ def _time_chart(index: int, comparison: Comparison) -> Html:
     )
 
 
-def _loss_chart(index: int, comparison: Comparison) -> Html:
+def _loss_chart(index: int, comparison: DemoRun) -> Html:
     import plotly.graph_objects as go
 
     run = comparison.run

@@ -41,7 +41,7 @@ from simulator.topology import GroupShape, node_shares
 FloatArray = NDArray[np.float64]
 
 
-class Cost(NamedTuple):
+class CollectiveCost(NamedTuple):
     """What an algorithm costs in one group."""
 
     latency_s: float
@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 
 Use = Literal["ring", "exchange", "send"]
-Algorithm = Callable[[Hardware, GroupShape], Cost | None]
+Algorithm = Callable[[Hardware, GroupShape], CollectiveCost | None]
 
 
 @overload
@@ -115,7 +115,7 @@ def collective_algorithm(hardware: Hardware, collective: Collective, payload_byt
 
 
 @lru_cache(maxsize=4096)
-def algorithm_costs(hardware: Hardware, collective: Collective, group: GroupShape) -> Mapping[str, Cost]:
+def algorithm_costs(hardware: Hardware, collective: Collective, group: GroupShape) -> Mapping[str, CollectiveCost]:
     """Costs of the algorithms that the library of this hardware has for `collective`, by name.
 
     Where an algorithm is pinned and can run, it is the only one.
@@ -133,7 +133,7 @@ def algorithm_costs(hardware: Hardware, collective: Collective, group: GroupShap
 
 
 @lru_cache(maxsize=4096)
-def pinned_cost(hardware: Hardware, collective: Collective, group: GroupShape, algorithm: str) -> Cost:
+def pinned_cost(hardware: Hardware, collective: Collective, group: GroupShape, algorithm: str) -> CollectiveCost:
     """Cost of one algorithm, known to this hardware's library or not; ProfileError where it cannot run."""
     known = ALGORITHMS[collective]
     if algorithm not in known:
@@ -147,30 +147,32 @@ def pinned_cost(hardware: Hardware, collective: Collective, group: GroupShape, a
     return cost
 
 
-def ring(hardware: Hardware, group: GroupShape) -> Cost:
+def ring(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """All-gather or reduce-scatter around a ring: ``L = sum_l h_l a_l``, ``B = (n - 1) / n / min_l(c_(l-1) b_l)``.
 
     ``h_l`` of the ``n - 1`` hops cross level ``l``. A ring leaves a unit of ``c`` members once; libraries lay
     ``c`` rings side by side, each leaving over another member's link.
     """
-    return Cost(_ring_latency(hardware, group), (group.size - 1) / group.size / _ring_bandwidth(hardware, group))
+    return CollectiveCost(
+        _ring_latency(hardware, group), (group.size - 1) / group.size / _ring_bandwidth(hardware, group)
+    )
 
 
-def ring_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
+def ring_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """Twice around the ring: reduce-scatter, then all-gather; each member sends ``2 (n - 1) / n S`` bytes."""
     return _twice(ring(hardware, group))
 
 
-def tree_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
+def tree_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """``L`` twice that of `tree_broadcast`, ``B = max_l s_l / (c_(l-1) b_l)``; levels work at the same time.
 
     Up and down two complementary binary trees (Sanders et al.), which cost ``s = min(2, m / 2)``; inside a
     node up and down chains that begin at every member in turn, ``s = 2 (m - 1) / m``.
     """
-    return Cost(2 * _tree_latency(hardware, group), max(_tree_parts(hardware, group).values()))
+    return CollectiveCost(2 * _tree_latency(hardware, group), max(_tree_parts(hardware, group).values()))
 
 
-def hierarchical(hardware: Hardware, group: GroupShape) -> Cost:
+def hierarchical(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """One ring per level, one level after the other.
 
     ``L = sum_l (m_l - 1) a_l``, ``B = sum_l (m_l - 1) / m_l / (c_(l-1) b_l)``.
@@ -178,15 +180,17 @@ def hierarchical(hardware: Hardware, group: GroupShape) -> Cost:
     inner levels left to a member; an all-gather goes the same way back.
     """
     latency = sum((count - 1) * level.latency_s for count, _, level in _crossed(hardware, group))
-    return Cost(latency, sum(_share(count, inside, level) for count, inside, level in _crossed(hardware, group)))
+    return CollectiveCost(
+        latency, sum(_share(count, inside, level) for count, inside, level in _crossed(hardware, group))
+    )
 
 
-def hierarchical_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
+def hierarchical_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """Reduce-scatter from the inside out, then all-gather from the outside in."""
     return _twice(hierarchical(hardware, group))
 
 
-def switch_all_reduce(hardware: Hardware, group: GroupShape) -> Cost | None:
+def switch_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost | None:
     """A tree whose switches add: such a level takes ``(1 + 1 / m_l) / (c_(l-1) r_l)`` seconds per byte.
 
     ``r_l`` is the level's reduction bandwidth. Each member sends its ``S`` bytes to the switch once and the
@@ -200,10 +204,10 @@ def switch_all_reduce(hardware: Hardware, group: GroupShape) -> Cost | None:
         if level.reduction_bandwidth_bytes_per_s:
             helped = True
             parts[level.name] = (1 + 1 / count) / (inside * level.reduction_bandwidth_bytes_per_s)
-    return Cost(2 * _tree_latency(hardware, group), max(parts.values())) if helped else None
+    return CollectiveCost(2 * _tree_latency(hardware, group), max(parts.values())) if helped else None
 
 
-def halving_doubling(hardware: Hardware, group: GroupShape) -> Cost | None:
+def halving_doubling(hardware: Hardware, group: GroupShape) -> CollectiveCost | None:
     """Reduce-scatter by recursive halving or all-gather by recursive doubling, nearest members first.
 
     ``L = sum_l log2(m_l) a_l``, ``B`` that of `hierarchical`: rounds at level ``l`` exchange
@@ -213,16 +217,16 @@ def halving_doubling(hardware: Hardware, group: GroupShape) -> Cost | None:
     if group.size & (group.size - 1):
         return None
     latency = sum(math.log2(count) * level.latency_s for count, _, level in _crossed(hardware, group))
-    return Cost(latency, hierarchical(hardware, group).seconds_per_byte)
+    return CollectiveCost(latency, hierarchical(hardware, group).seconds_per_byte)
 
 
-def halving_doubling_all_reduce(hardware: Hardware, group: GroupShape) -> Cost | None:
+def halving_doubling_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost | None:
     """Recursive halving, then recursive doubling."""
     half = halving_doubling(hardware, group)
     return None if half is None else _twice(half)
 
 
-def mesh(hardware: Hardware, group: GroupShape) -> Cost:
+def mesh(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """Every member to every other directly inside the innermost level; between its units halving-doubling.
 
     ``L = a_0 + sum_(l>0) h_l a_l`` with ``h_l = log2(m_l)``, or ``m_l - 1`` around a ring where ``m_l`` is no power of
@@ -232,10 +236,10 @@ def mesh(hardware: Hardware, group: GroupShape) -> Cost:
     for count, _, level in _crossed(hardware, group):
         halving = math.log2(count) if count & (count - 1) == 0 else count - 1
         latency += level.latency_s * (1 if level.name == hardware.levels[0].name else halving)
-    return Cost(latency, hierarchical(hardware, group).seconds_per_byte)
+    return CollectiveCost(latency, hierarchical(hardware, group).seconds_per_byte)
 
 
-def ring_halving(hardware: Hardware, group: GroupShape) -> Cost | None:
+def ring_halving(hardware: Hardware, group: GroupShape) -> CollectiveCost | None:
     """A ring inside the innermost level, halving-doubling between its units; only where these are powers of two.
 
     ``L = (m_0 - 1) a_0 + sum_(l>0) log2(m_l) a_l``, ``B`` that of `hierarchical` (HCCL documentation, HCCL_ALGO:
@@ -246,21 +250,21 @@ def ring_halving(hardware: Hardware, group: GroupShape) -> Cost | None:
         return None
     latency = (first - 1) * hardware.levels[0].latency_s
     latency += sum(math.log2(count) * level.latency_s for count, level in zip(outer, hardware.levels[1:], strict=True))
-    return Cost(latency, hierarchical(hardware, group).seconds_per_byte)
+    return CollectiveCost(latency, hierarchical(hardware, group).seconds_per_byte)
 
 
-def ring_halving_all_reduce(hardware: Hardware, group: GroupShape) -> Cost | None:
+def ring_halving_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost | None:
     """Scatter, then gather."""
     half = ring_halving(hardware, group)
     return None if half is None else _twice(half)
 
 
-def mesh_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
+def mesh_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """Scatter, then gather."""
     return _twice(mesh(hardware, group))
 
 
-def pairwise_all_to_all(hardware: Hardware, group: GroupShape) -> Cost:
+def pairwise_all_to_all(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """A message of ``S / n`` to every other member, all at once.
 
     ``L = max_l a_l``, ``B = max_l (c_l - c_(l-1)) / n / b_l``: levels have links of their own.
@@ -269,10 +273,10 @@ def pairwise_all_to_all(hardware: Hardware, group: GroupShape) -> Cost:
         (group.within(index) - group.within(index - 1)) / group.size / level.bandwidth_bytes_per_s
         for index, level in enumerate(_levels(hardware, group, "exchange"))
     ]
-    return Cost(max(level.latency_s for _, _, level in _crossed(hardware, group)), max(parts))
+    return CollectiveCost(max(level.latency_s for _, _, level in _crossed(hardware, group)), max(parts))
 
 
-def hierarchical_all_to_all(hardware: Hardware, group: GroupShape) -> Cost:
+def hierarchical_all_to_all(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """Inside the units to the member of the destination's place, then across them along each place.
 
     ``L = sum_l a_l``, ``B = sum_l (m_l - 1) / m_l / b_l``: fewer and larger messages than pairwise, more bytes inside
@@ -280,26 +284,26 @@ def hierarchical_all_to_all(hardware: Hardware, group: GroupShape) -> Cost:
     """
     levels = _crossed(hardware, group, "exchange")
     moving = sum((count - 1) / count / level.bandwidth_bytes_per_s for count, _, level in levels)
-    return Cost(sum(level.latency_s for _, _, level in levels), moving)
+    return CollectiveCost(sum(level.latency_s for _, _, level in levels), moving)
 
 
-def ring_broadcast(hardware: Hardware, group: GroupShape) -> Cost:
+def ring_broadcast(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """A pipeline around the ring: ``L = sum_l h_l a_l``, ``B = 1 / min_l(c_(l-1) b_l)``."""
-    return Cost(_ring_latency(hardware, group), 1 / _ring_bandwidth(hardware, group))
+    return CollectiveCost(_ring_latency(hardware, group), 1 / _ring_bandwidth(hardware, group))
 
 
-def tree_broadcast(hardware: Hardware, group: GroupShape) -> Cost:
+def tree_broadcast(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """Down two complementary binary trees (Sanders et al.), ``B`` as for the ring.
 
     ``L = sum_l ceil(log2 m_l) a_l``, where a chain of ``m_l - 1`` hops stands in for the tree inside a node.
     """
-    return Cost(_tree_latency(hardware, group), 1 / _ring_bandwidth(hardware, group))
+    return CollectiveCost(_tree_latency(hardware, group), 1 / _ring_bandwidth(hardware, group))
 
 
-def direct_send(hardware: Hardware, group: GroupShape) -> Cost:
+def direct_send(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """``L = a``, ``B = 1 / b`` of the outermost level that the group crosses: neighbours wait for the slowest pair."""
     level = _levels(hardware, group, "send")[group.outermost]
-    return Cost(level.latency_s, 1 / level.bandwidth_bytes_per_s)
+    return CollectiveCost(level.latency_s, 1 / level.bandwidth_bytes_per_s)
 
 
 ALGORITHMS: Mapping[Collective, Mapping[str, Algorithm]] = {
@@ -358,14 +362,14 @@ def _fastest(hardware: Hardware, collective: Collective, payload: float, group: 
     return hardware.collective_overhead_s + min(root * root for root in roots)
 
 
-def _pipelined(hardware: Hardware, cost: Cost, payload: FloatArray) -> FloatArray:
+def _pipelined(hardware: Hardware, cost: CollectiveCost, payload: FloatArray) -> FloatArray:
     root = math.sqrt(cost.latency_s) + np.sqrt(payload * cost.seconds_per_byte)
     # root ** 2 would round floats and arrays differently.
     return np.asarray(hardware.collective_overhead_s + root * root)
 
 
-def _twice(cost: Cost) -> Cost:
-    return Cost(2 * cost.latency_s, 2 * cost.seconds_per_byte)
+def _twice(cost: CollectiveCost) -> CollectiveCost:
+    return CollectiveCost(2 * cost.latency_s, 2 * cost.seconds_per_byte)
 
 
 @lru_cache(maxsize=4096)

@@ -98,7 +98,7 @@ def _settings(path: Path, data: Mapping[Any, Any]) -> PlanSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configuration:
+class GivenOptions:
     """Options of the command line and a file together, and what to say of the file.
 
     ``marks`` are for single layers of the network, ``exchange`` says how tensors travel, and ``stored`` is the strategy
@@ -112,7 +112,7 @@ class Configuration:
     stored: str = ""
 
 
-def with_config(given: PlanSettings, path: Path) -> Configuration:
+def with_config(given: PlanSettings, path: Path) -> GivenOptions:
     """Options of the command line over those of a file, which has keys of options or is in MindFormers' style.
 
     Raises
@@ -125,7 +125,7 @@ def with_config(given: PlanSettings, path: Path) -> Configuration:
 
     data = _mapping(path)
     if not is_mindformers(data):
-        return Configuration(settings=merged(given, _settings(path, data)))
+        return GivenOptions(settings=merged(given, _settings(path, data)))
     with _naming(path):
         translated = translate(data)
         options = {**translated.options, "pin": {**translated.options.get("pin", {}), **translated.pins}}
@@ -135,7 +135,7 @@ def with_config(given: PlanSettings, path: Path) -> Configuration:
         settings, marks, notes = _checked(settings, translated)
         exchange = translated.exchange
     told = (*translated.notes, *notes)
-    return Configuration(settings=settings, notes=told, marks=marks, exchange=exchange, stored=translated.stored)
+    return GivenOptions(settings=settings, notes=told, marks=marks, exchange=exchange, stored=translated.stored)
 
 
 def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:

@@ -14,7 +14,7 @@ from planner.cli.options import RequestOptions, check_out, how_many, natural
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from planner.cli.config import Configuration, PlanSettings
+    from planner.cli.config import GivenOptions, PlanSettings
     from planner.planning.planning import PlanRequest, SearchResult
     from planner.search.patience import Patience
 
@@ -91,17 +91,17 @@ def plan(given: PlanArguments) -> None:
     fits. Ctrl-C ends the search: the best plan so far, or else the first that is found, is written with its gap (exit
     code 0).
     """
-    from planner.cli.config import Configuration, with_config
+    from planner.cli.config import GivenOptions, with_config
 
     terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
     settings, config = given.settings(), given.config
-    found = Configuration(settings=settings) if config is None else with_config(settings, config)
+    found = GivenOptions(settings=settings) if config is None else with_config(settings, config)
     for note in found.notes:
         terminal.note(note)
     _run(terminal, found, config, given)
 
 
-def _run(terminal: Terminal, found: Configuration, config: Path | None, given: PlanArguments) -> None:
+def _run(terminal: Terminal, found: GivenOptions, config: Path | None, given: PlanArguments) -> None:
     from planner.planning.planning import software_note, with_usual_software
     from planner.search.patience import Patience
     from simulator.quantities import seconds_text
@@ -149,7 +149,7 @@ def _stored(request: PlanRequest, source: str) -> SearchResult:
     )
 
 
-def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
+def _request(settings: PlanSettings, found: GivenOptions) -> PlanRequest:
     from planner.cli.config import require
     from planner.planning.planning import PlanRequest
     from planner.plans.hints import load_hints

@@ -83,7 +83,7 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reliability:
+class ReliabilityOptions:
     """What is simulated beside the step; None is left out."""
 
     slow: SlowOptions | None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from planner.cli.reliability import Reliability
+    from planner.cli.reliability import ReliabilityOptions
     from planner.graph.operator_graph import OperatorGraph
     from planner.planning.goodput import PlanGoodput
     from planner.planning.prediction import SimulatedPlan
@@ -87,12 +87,12 @@ class Simulation:
     hardware: Hardware
     engine: str
     trace: Path | None
-    extra: Reliability
+    extra: ReliabilityOptions
     seed: int
     cluster: MixedCluster | None
 
 
-def _simulation(terminal: Terminal, given: SimulateArguments, extra: Reliability) -> Simulation:
+def _simulation(terminal: Terminal, given: SimulateArguments, extra: ReliabilityOptions) -> Simulation:
     """Read plan and profile, the plan perhaps as other software runs it; says what the profile lacks for it."""
     from planner.cost.software import USUAL
     from planner.lowering.checked import precision_dtype

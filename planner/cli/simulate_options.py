@@ -22,7 +22,7 @@ from planner.cli.options import (
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.cli.reliability import Reliability
+    from planner.cli.reliability import ReliabilityOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class SimulateArguments:
     quiet: QuietFlag = False
     debug: DebugFlag = False
 
-    def reliability(self) -> Reliability:
+    def reliability(self) -> ReliabilityOptions:
         """What is asked of slow ranks and failures.
 
         Raises
@@ -90,7 +90,7 @@ class SimulateArguments:
         InputError
             Options are given that mean nothing without another.
         """
-        from planner.cli.reliability import JobOptions, Reliability, SlowOptions
+        from planner.cli.reliability import JobOptions, ReliabilityOptions, SlowOptions
 
         given = {
             "device_mtbf_s": self.device_mtbf,
@@ -109,6 +109,6 @@ class SimulateArguments:
         slow = SlowOptions.read(self.stragglers, self.slowdown, self.slow_link or (), seed=self.seed)
         if self.snapshot_bandwidth is not None and not self.asynchronous:
             raise InputError("--snapshot-bandwidth was given without --async-checkpoint; add it")
-        return Reliability(
+        return ReliabilityOptions(
             slow=slow if slow.ranks is not None or slow.links else None, job=job if self.goodput else None
         )

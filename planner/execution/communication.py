@@ -22,7 +22,7 @@ Unpack = Callable[[Tensor, Sequence[torch.Size]], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class PreparedCollective:
     """One collective, in two halves: `start` sends, `finish` waits and stores the results.
 
     `arrived` says whether `finish` would not have to wait.
@@ -39,7 +39,7 @@ def make_message(
     sources: tuple[int, ...],
     targets: tuple[int, ...],
     group: dist.ProcessGroup,
-) -> Message:
+) -> PreparedCollective:
     """Prepare a collective that reads and writes numbered slots."""
     pack, unpack, send = _parts(instruction, group)
     wide = getattr(torch, instruction.dtype) if instruction.dtype else None
@@ -68,10 +68,10 @@ def make_message(
         work = pending[-1][0]
         return work is None or work.is_completed()
 
-    return Message(start=start, finish=finish, arrived=arrived)
+    return PreparedCollective(start=start, finish=finish, arrived=arrived)
 
 
-def settled_early(message: Message) -> tuple[Message, Callable[[], None]]:
+def settled_early(message: PreparedCollective) -> tuple[PreparedCollective, Callable[[], None]]:
     """A message that may be finished as soon as it has arrived, and what does so: nothing, where it has not.
 
     What is sent and received stands in memory until a message is finished. Finished at the first use of its results,
@@ -94,7 +94,7 @@ def settled_early(message: Message) -> tuple[Message, Callable[[], None]]:
         if under_way and message.arrived():
             finish()
 
-    return Message(start=start, finish=finish, arrived=message.arrived), settle
+    return PreparedCollective(start=start, finish=finish, arrived=message.arrived), settle
 
 
 def _parts(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.execution.communication import Message, Slots
+from planner.execution.communication import PreparedCollective, Slots
 
 
 class HostCopies:
@@ -30,7 +30,7 @@ class HostCopies:
         value.record_stream(self._stream)
         return there
 
-    def bringing(self, slots: Slots, source: int, target: int) -> Message:
+    def bringing(self, slots: Slots, source: int, target: int) -> PreparedCollective:
         """A copy to the device: `start` begins it behind what was computed so far, `finish` lets computation wait."""
         events: list[Any] = []
 
@@ -48,4 +48,6 @@ class HostCopies:
             current.wait_event(events.pop(0))
             value.record_stream(current)
 
-        return Message(start=start, finish=finish, arrived=lambda: False)  # computation waits where it is read
+        return PreparedCollective(
+            start=start, finish=finish, arrived=lambda: False
+        )  # computation waits where it is read

@@ -39,7 +39,7 @@ class Neighbours:
     groups: Mapping[tuple[int, int], dist.ProcessGroup]
 
 
-class Stage:
+class ChunkRun:
     """One chunk: its machine, its passes compiled, and the frames of the micro-batches it is at work on."""
 
     def __init__(self, instructions: StageInstructions, machine: Machine, loss: str) -> None:
@@ -119,7 +119,7 @@ class Interpreter:
             sizes = lowered.mesh.sizes
             return Machine(lowered.graph, sizes, context, mine.parameters, held, lowered.copies, mine.shared)
 
-        self._stages = {number: Stage(lowered.stages[number], machine(), lowered.loss) for number in mine.stages}
+        self._stages = {number: ChunkRun(lowered.stages[number], machine(), lowered.loss) for number in mine.stages}
         self._update = machine()
         for action in machine().compile(mine.start, [()] * len(mine.start)):
             action()
@@ -227,7 +227,7 @@ class Interpreter:
     # Between stages
 
     def _send(
-        self, stage: Stage, crossing: Crossing | None, direction: int, number: int, there: int, micro_batch: int
+        self, stage: ChunkRun, crossing: Crossing | None, direction: int, number: int, there: int, micro_batch: int
     ) -> None:
         if crossing is None:
             return
@@ -242,7 +242,9 @@ class Interpreter:
         self._sent = [(one, kept) for one, kept in self._sent if not one.is_completed()]
         self._sent.append((work, message))
 
-    def _receive(self, stage: Stage, crossing: Crossing | None, direction: int, origin: int, micro_batch: int) -> None:
+    def _receive(
+        self, stage: ChunkRun, crossing: Crossing | None, direction: int, origin: int, micro_batch: int
+    ) -> None:
         if crossing is None:
             return
         slots, numbers = stage.machine.slots, stage.numbers(crossing.value)

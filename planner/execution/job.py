@@ -9,7 +9,7 @@ import torch
 
 from planner.execution import loss_scaling
 from planner.execution.checkpoints.options import Checkpoints
-from planner.execution.data.samples import InputSpec, Shard
+from planner.execution.data.samples import BatchInput, Shard
 from planner.execution.optimizers import Hyperparameters
 from planner.lowering.instructions import LoweredStages
 from planner.sharding.local_context import own_part
@@ -51,12 +51,12 @@ class Job:
     times_pace: bool = False
 
     @property
-    def inputs(self) -> tuple[InputSpec, ...]:
+    def inputs(self) -> tuple[BatchInput, ...]:
         """What the network asks of each batch tensor, in the order of the plan's inputs."""
         return input_specs(self.lowered)
 
 
-def input_specs(lowered: LoweredStages) -> tuple[InputSpec, ...]:
+def input_specs(lowered: LoweredStages) -> tuple[BatchInput, ...]:
     """Describe the inputs of one micro-batch over the whole mesh, in the order of ``lowered.inputs``."""
     graph = lowered.graph
     by_name = {entry.name: entry for entry in graph.inputs}
@@ -65,7 +65,7 @@ def input_specs(lowered: LoweredStages) -> tuple[InputSpec, ...]:
         entry = by_name[lowered_input.name]
         spec = graph.nodes[entry.node].outputs[0]
         found.append(
-            InputSpec(
+            BatchInput(
                 name=entry.name,
                 kind=entry.kind,
                 shape=spec.shape,

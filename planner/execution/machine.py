@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.execution.communication import Message, Slots, make_message, settled_early
+from planner.execution.communication import PreparedCollective, Slots, make_message, settled_early
 from planner.execution.host_copies import HostCopies
 from planner.execution.loss_scaling import LossScale, overflow, unscaled
 from planner.execution.optimizers import StepFunction, SummedStep
@@ -46,7 +46,7 @@ SEED = "loss_gradient"
 """Node of the constant that the backward pass begins with."""
 
 
-class Watch(Protocol):
+class Probe(Protocol):
     """Stands between compiled steps and what they run: clocks actions, or puts others in their place."""
 
     def action(self, instruction: Instruction, part: int, action: Action) -> Action:
@@ -71,7 +71,7 @@ class RankContext:
     coordinates: tuple[int, ...]
     groups: tuple[dist.ProcessGroup | None, ...]
     device: torch.device
-    watch: Watch | None = None
+    watch: Probe | None = None
     moment: Moment = field(default_factory=Moment)
     scale: LossScale = field(default_factory=LossScale)
 
@@ -80,7 +80,7 @@ class RankContext:
 class _Open:
     """A collective under way; ``settle`` finishes it if it has arrived."""
 
-    message: Message
+    message: PreparedCollective
     settle: Action
     sources: frozenset[int]
     targets: frozenset[int]
@@ -248,7 +248,7 @@ class Machine:
         else:
             sources, targets = (tuple(map(self.number, names)) for names in (instruction.sources, instruction.targets))
             message = make_message(instruction, self.slots, sources, targets, self._group(instruction.axis))
-        watched = Message(
+        watched = PreparedCollective(
             start=self._watched(instruction, START, message.start),
             finish=self._watched(instruction, FINISH, message.finish),
             arrived=message.arrived,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from planner.execution.data.loader import Loader, Share
+from planner.execution.data.loader import LoadedShare, Loader
 from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.groups import make_groups, members, own_group
 from planner.execution.interpreter import Interpreter, Neighbours
@@ -27,7 +27,7 @@ from planner.execution.launch.watch import Watch
 from planner.execution.loss_scaling import LossScale, first_scale
 from planner.execution.machine import BUFFER, Held, RankContext
 from planner.execution.mapped import mapped
-from planner.execution.measuring.clocks import RankRecord, Recorder
+from planner.execution.measuring.clocks import RankClocks, RankRecord
 from planner.execution.memory import PeakMemory
 from planner.execution.optimizers import make_step
 from planner.execution.paces import PacedSteps
@@ -101,7 +101,7 @@ class Trainer:
     def __init__(self, job: Job, device: torch.device) -> None:
         coordinates = job.lowered.mesh.coordinates(dist.get_rank())
         timeout, first = timedelta(seconds=job.timeout_s), job.checkpoints.position.step
-        self.recorder = Recorder(job.lowered, dist.get_rank(), device) if job.recorded_steps else None
+        self.recorder = RankClocks(job.lowered, dist.get_rank(), device) if job.recorded_steps else None
         context = RankContext(
             coordinates=coordinates,
             groups=_groups(job.lowered, timeout),
@@ -207,7 +207,10 @@ def _loader(job: Job, coordinates: tuple[int, ...], device: torch.device) -> Loa
     specs, count = job.inputs, job.lowered.micro_batches
     return Loader(
         Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed),
-        [Share(spec=s, placements=i.placements, cut=i.cut) for s, i in zip(specs, job.lowered.inputs, strict=True)],
+        [
+            LoadedShare(spec=s, placements=i.placements, cut=i.cut)
+            for s, i in zip(specs, job.lowered.inputs, strict=True)
+        ],
         job.lowered.mesh,
         coordinates,
         micro_batches=count,

@@ -48,7 +48,7 @@ def with_norms(graph: OperatorGraph, kind: str) -> OperatorGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RootMeanSquareNorm:
+class UnfusedNorm:
     """A norm in single operators.
 
     ``forward`` and ``backward`` are its nodes in order, the result last; ``gradient`` is what comes back for the
@@ -65,7 +65,7 @@ class RootMeanSquareNorm:
     of_weight: TensorRef | None = None
 
 
-def norms_in(graph: OperatorGraph) -> Iterator[RootMeanSquareNorm]:
+def norms_in(graph: OperatorGraph) -> Iterator[UnfusedNorm]:
     """Norms that nothing but themselves looks into."""
     derivatives: dict[int, list[int]] = {}
     for index, node in enumerate(graph.nodes):
@@ -80,7 +80,7 @@ def norms_in(graph: OperatorGraph) -> Iterator[RootMeanSquareNorm]:
                 yield norm
 
 
-def _forward(graph: OperatorGraph, root: int) -> RootMeanSquareNorm | None:
+def _forward(graph: OperatorGraph, root: int) -> UnfusedNorm | None:
     """``weight * (x * rsqrt(mean(x ** 2) + epsilon))`` around an inverse root."""
     added = _producer(graph, graph.nodes[root].args[0], "aten.add.Tensor", "aten.add.Scalar")
     mean = added and _producer(graph, added[1].args[0], "aten.mean.dim")
@@ -98,7 +98,7 @@ def _forward(graph: OperatorGraph, root: int) -> RootMeanSquareNorm | None:
     width = graph.spec(values).shape[-1:]
     if scaled[1] != values or graph.spec(weight).shape != width or any(graph.spec(weight).batch_dims):
         return None
-    return RootMeanSquareNorm(
+    return UnfusedNorm(
         values=values, weight=weight, epsilon=epsilon, forward=(square[0], mean[0], added[0], root, scaled[0], last)
     )
 
@@ -124,9 +124,7 @@ def _readers(graph: OperatorGraph, ref: TensorRef) -> list[int]:
     return [user for user in graph.consumers.get(ref, ()) if graph.nodes[user].phase is Phase.FORWARD]
 
 
-def _with_derivatives(
-    graph: OperatorGraph, norm: RootMeanSquareNorm, backward: tuple[int, ...]
-) -> RootMeanSquareNorm | None:
+def _with_derivatives(graph: OperatorGraph, norm: UnfusedNorm, backward: tuple[int, ...]) -> UnfusedNorm | None:
     """The norm with the way back through it, None where something else takes part in that."""
     inside = {*norm.forward, *backward}
     if any(user not in inside for index in norm.forward[:-1] for user in graph.consumers.get(TensorRef(index), ())):
@@ -142,7 +140,7 @@ def _with_derivatives(
     summed = all(graph.nodes[user].role is Role.GRADIENT_SUM for ref in of_values[1:] for user in graph.consumers[ref])
     if len(read) != 1 or len(of_values) + len(of_weight) < len(left) or len(of_weight) > 1 or not summed:
         return None
-    return RootMeanSquareNorm(
+    return UnfusedNorm(
         values=norm.values, weight=norm.weight, epsilon=norm.epsilon, forward=norm.forward, backward=backward,
         gradient=read.pop(), of_values=of_values, of_weight=of_weight[0] if of_weight else None,
     )  # fmt: skip
@@ -155,7 +153,7 @@ def _leaves(graph: OperatorGraph, ref: TensorRef, inside: set[int]) -> bool:
 
 @dataclass
 class _Writer(Rewriter):
-    norms: tuple[RootMeanSquareNorm, ...] = ()
+    norms: tuple[UnfusedNorm, ...] = ()
     left_out: set[TensorRef] = field(default_factory=set)
     """Gradients that another one has in it."""
     names: set[str] = field(default_factory=set)
@@ -180,14 +178,14 @@ class _Writer(Rewriter):
         elif index not in self.inside:
             super().copy(index)
 
-    def _forward(self, like: Node, norm: RootMeanSquareNorm) -> None:
+    def _forward(self, like: Node, norm: UnfusedNorm) -> None:
         args = self.refs[norm.values], self.refs[norm.weight], norm.epsilon
         name = self._named(like, "rms_norm")
         made = self.emit(like, name, RMS_NORM, Kernel.NORMALIZATION, args, *like.outputs)
         self.places |= dict.fromkeys(norm.forward, made.node)
         self.refs[TensorRef(norm.forward[-1])] = made
 
-    def _backward(self, like: Node, norm: RootMeanSquareNorm) -> None:
+    def _backward(self, like: Node, norm: UnfusedNorm) -> None:
         assert norm.gradient is not None  # it is listed by its gradient
         values, weight = self.refs[norm.values], self.refs[norm.weight]
         made = self.emit(

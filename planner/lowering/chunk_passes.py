@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.lowering.draft import Draft
+from planner.lowering.draft import PassDraft
 from planner.lowering.gradient_messages import Bucket, GradientWriter
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.turns import in_turn, is_message
-from planner.lowering.unit_work import BESIDE, KERNELS, Part, UnitWork
+from planner.lowering.unit_work import BESIDE, KERNELS, PassOperators, UnitWork
 from planner.lowering.ways import Wanted, moves_together
 from planner.lowering.work import Work
-from planner.lowering.written import Entry, Kind, Left, Message, Stretch, Stretches, Value, Written
+from planner.lowering.written import Entry, GradientOnWay, Kind, Left, Message, Stretch, Stretches, WrittenTasks
 from simulator.pipeline_operators import FIRST, LAST, PLAIN, action_variants
 from simulator.program import Phase
 from simulator.schedules import ActionKind, Schedule
@@ -57,11 +57,11 @@ def passes_run(schedule: Schedule, *, every: bool = True) -> PassesRun:
 
 
 def chunk_drafts(
-    source: PlacedGraph, work: Work, units: Sequence[UnitWork], run: PassesRun, written: Written
-) -> dict[tuple[ActionKind, int], Draft]:
+    source: PlacedGraph, work: Work, units: Sequence[UnitWork], run: PassesRun, written: WrittenTasks
+) -> dict[tuple[ActionKind, int], PassDraft]:
     """Every pass of a chunk of these units."""
     back = units[::-1]
-    made: dict[tuple[ActionKind, int], Draft] = {}
+    made: dict[tuple[ActionKind, int], PassDraft] = {}
     for kind, order, parts in (
         (ActionKind.FORWARD, units, [unit.forward for unit in units]),
         (ActionKind.BACKWARD, back, [unit.backward for unit in back]),
@@ -100,9 +100,9 @@ class PassWriter(GradientWriter):
         source: PlacedGraph,
         work: Work,
         units: Sequence[UnitWork],
-        parts: Sequence[Part],
+        parts: Sequence[PassOperators],
         phase: Phase,
-        written: Written,
+        written: WrittenTasks,
         *,
         first: bool,
         last: bool,
@@ -112,7 +112,7 @@ class PassWriter(GradientWriter):
         self.shared_done: set[tuple[int, int]] = set()
         self.gathers = any(operator.gathered for part in parts for operator in part.operators)
 
-    def write(self) -> Draft:
+    def write(self) -> PassDraft:
         """Return the operators of the pass."""
         ahead = self.first and self.phase is Phase.FORWARD
         if self.source.by_unit or ahead or any(part.fetches for part in self.parts):
@@ -247,7 +247,7 @@ class PassWriter(GradientWriter):
             bucket = pending[kind] = self.pending[kind] if left.behind_others else Bucket()
             bucket.size_bytes += left.size_bytes
             bucket.entries += [
-                (Value(mark, placements, start + at, name), legs, ahead)
+                (GradientOnWay(mark, placements, start + at, name), legs, ahead)
                 for (mark, placements, at, name), legs, ahead in left.entries
             ]
         self.pending = pending

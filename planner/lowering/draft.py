@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Draft:
+class PassDraft:
     """Operators of a pass, their times still to come: ``tasks[i]`` are the numbers of operator i.
 
     ``waits[i]`` is how many operators it waits for, which come in a row in ``after``. ``synchronised`` is what the
@@ -40,12 +40,12 @@ class Draft:
         self.ahead.append(ahead)
         return len(self.tasks) - 1
 
-    def runs_like(self, other: Draft) -> bool:
+    def runs_like(self, other: PassDraft) -> bool:
         """Whether two passes run the same in the same order."""
         mine, theirs = ((d.tasks, d.stream, d.waits, d.after, d.ahead, d.output) for d in (self, other))
         return mine == theirs
 
-    def append(self, other: Draft, outside: list[int]) -> int:
+    def append(self, other: PassDraft, outside: list[int]) -> int:
         """Append operators as `cut` has left them; returns the number of the first of them."""
         start = len(self.tasks)
         self.tasks += other.tasks
@@ -56,11 +56,11 @@ class Draft:
         self.synchronised |= other.synchronised
         return start
 
-    def cut(self, start: int, outside: list[int]) -> Draft:
+    def cut(self, start: int, outside: list[int]) -> PassDraft:
         """The operators from `start` on, numbered from zero; those outside before them by ``~place`` in `outside`."""
         place = {n: ~i for i, n in enumerate(outside)}
         begin = sum(self.waits[:start])
-        return Draft(
+        return PassDraft(
             tasks=self.tasks[start:],
             stream=self.stream[start:],
             waits=self.waits[start:],

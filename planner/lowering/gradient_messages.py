@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.lowering.draft import Draft
+from planner.lowering.draft import PassDraft
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.instructions import NOTHING, Accumulate
 from planner.lowering.placed import PlacedGraph, placements_text
-from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
+from planner.lowering.unit_work import BESIDE, KERNELS, Mark, PassOperators, UnitWork
 from planner.lowering.work import Work
 from planner.lowering.writer import Moved, copied_bytes, local_move, moving_message
-from planner.lowering.written import ACCUMULATE, Entry, Kind, Leg, Value, Written
+from planner.lowering.written import ACCUMULATE, Entry, GradientOnWay, Kind, Leg, WrittenTasks
 from planner.sharding.placement import Placements
 from simulator.program import Collective, Kernel, Phase, Task
 
@@ -38,9 +38,9 @@ class GradientWriter:
         source: PlacedGraph,
         work: Work,
         units: Sequence[UnitWork],
-        parts: Sequence[Part],
+        parts: Sequence[PassOperators],
         phase: Phase,
-        written: Written,
+        written: WrittenTasks,
         *,
         first: bool,
         last: bool,
@@ -48,14 +48,14 @@ class GradientWriter:
         self.source, self.work, self.units, self.parts = source, work, units, parts
         self.phase, self.first, self.last = phase, first, last
         self.written = written
-        self.draft = Draft()
+        self.draft = PassDraft()
         self.pending: dict[Kind, Bucket] = {}
         self.sent: dict[Kind, None] = {}
         """Kinds of messages that have left, but for those of single gradients."""
         self.kernel = -1
         self.copies = source.options.copies
         self.limits = {kind: source.fused_bytes(kind) for kind in Collective}
-        self.terms: dict[object, list[Value]] = {}
+        self.terms: dict[object, list[GradientOnWay]] = {}
         distinct_parts = {id(part): part for part in parts}
         self.counts = {
             key: Counter(m.parameter for o in part.operators for m in o.marks) for key, part in distinct_parts.items()
@@ -117,7 +117,7 @@ class GradientWriter:
 
     # Gradients
 
-    def _joined(self, parts: Iterable[Part]) -> dict[int, Mark]:
+    def _joined(self, parts: Iterable[PassOperators]) -> dict[int, Mark]:
         """Sums of gradients whose terms are written in different placements, by parameter."""
         found: dict[int, set[Placements]] = {}
         for part in parts:
@@ -126,7 +126,7 @@ class GradientWriter:
                     found.setdefault(mark.parameter, set()).add(self.source.output_placements(mark.gradient))
         return {p: Mark(self.source.gradient_ref(p), p) for p, placements in found.items() if len(placements) > 1}
 
-    def _moved_term(self, value: Value, mark: Mark) -> Value:
+    def _moved_term(self, value: GradientOnWay, mark: Mark) -> GradientOnWay:
         """Bring a term to the placement of the sum that it is added to."""
         target, gradient = self.source.output_placements(mark.gradient), value.mark.gradient
         for step in self.source.path(value.placements, target):
@@ -137,13 +137,13 @@ class GradientWriter:
                 stream, waits = BESIDE, [value.operator]
             else:
                 stream, waits = self._behind(value)
-            value = Value(value.mark, step.after, self.add(tasks, stream, waits), name)
+            value = GradientOnWay(value.mark, step.after, self.add(tasks, stream, waits), name)
         return value._replace(mark=mark)
 
     def gradient(self, number: int, mark: Mark, operator: int, copy: int) -> None:
         """Hand a complete gradient on, once every copy and every unit that shares its parameter has sent its term."""
         route = self.written.route(mark)
-        value = Value(mark, route.placements, operator, route.names[copy])
+        value = GradientOnWay(mark, route.placements, operator, route.names[copy])
         if mark.parameter in self.joined:
             mark = self.joined[mark.parameter]
             value, route = self._moved_term(value, mark), self.written.route(mark)
@@ -169,23 +169,23 @@ class GradientWriter:
                 )
                 instruction = Accumulate(source=term.name, accumulator=total, first=False)
                 added = self.work.add(task, instruction, waiting=size)
-                value = Value(mark, value.placements, self.add([added], KERNELS, waits), total)
+                value = GradientOnWay(mark, value.placements, self.add([added], KERNELS, waits), total)
         self._synchronise(value, route.ahead, ahead=True)
 
-    def _accumulate(self, value: Value) -> None:
+    def _accumulate(self, value: GradientOnWay) -> None:
         mark, source = value.mark, self.source
         if source.options.micro_batches > 1:
             stream, after = self._behind(value)
             accumulator = f"{source.graph.nodes[mark.parameter].name}.accumulated"
             number = self._accumulation(value, accumulator)
-            value = Value(mark, value.placements, self.add([number], stream, after), accumulator)
+            value = GradientOnWay(mark, value.placements, self.add([number], stream, after), accumulator)
         if self.last:
             self._synchronise(value, self.written.route(mark).behind, ahead=False)
 
-    def _arrived(self, value: Value) -> None:
+    def _arrived(self, value: GradientOnWay) -> None:
         self.draft.synchronised[value.mark.parameter] = value.name
 
-    def _accumulation(self, value: Value, accumulator: str) -> int:
+    def _accumulation(self, value: GradientOnWay, accumulator: str) -> int:
         """The task that adds a gradient to its accumulator; every layer like this one has the same."""
         key = value.mark, self.first
         if key not in self.written.accumulations:
@@ -207,12 +207,12 @@ class GradientWriter:
         """The operators that later kernels must wait for explicitly."""
         return sorted({one for one in operators if self.draft.stream[one] != KERNELS})
 
-    def _behind(self, value: Value) -> tuple[int, list[int]]:
+    def _behind(self, value: GradientOnWay) -> tuple[int, list[int]]:
         """Stream of the local work on a gradient, and what that waits for: kernels in order wait for no message."""
         stream = KERNELS if self.draft.stream[value.operator] == KERNELS else BESIDE
         return stream, [] if self.draft.stream[value.operator] == stream else [value.operator]
 
-    def _synchronise(self, value: Value, legs: tuple[Leg, ...], *, ahead: bool) -> None:
+    def _synchronise(self, value: GradientOnWay, legs: tuple[Leg, ...], *, ahead: bool) -> None:
         """Send a gradient on its way to its accumulator (`ahead`), or from there to where it is stored."""
         if not legs:
             (self._accumulate if ahead else self._arrived)(value)
@@ -223,7 +223,7 @@ class GradientWriter:
             on_host = value.mark.parameter in self.source.host.parameters
             item = value.mark.gradient, value.name, leg.target, leg.step
             at = self.add(self.message_tasks([item], on_host=on_host), stream, waits)
-            self._synchronise(Value(value.mark, leg.step.after, at, leg.target), legs[1:], ahead=ahead)
+            self._synchronise(GradientOnWay(value.mark, leg.step.after, at, leg.target), legs[1:], ahead=ahead)
             return
         bucket = self.pending.setdefault(leg.kind, Bucket())
         bucket.entries.append((value, legs, ahead))
@@ -277,7 +277,7 @@ class GradientWriter:
             self.written.messages[key] = self._gradients_message(moved, kind[2], kind[4])
         at = self.add(self.written.messages[key], BESIDE, sorted(waits))
         for value, legs, ahead in bucket.entries:
-            self._synchronise(Value(value.mark, legs[0].step.after, at, legs[0].target), legs[1:], ahead=ahead)
+            self._synchronise(GradientOnWay(value.mark, legs[0].step.after, at, legs[0].target), legs[1:], ahead=ahead)
 
     def _gradients_message(self, moved: Sequence[Moved], dtype: str, on_host: bool) -> list[int]:
         """Tasks of one message of gradients, with casts around it where some travel in another type."""

@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from planner.lowering.draft import Draft
+from planner.lowering.draft import PassDraft
 from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES
 from simulator import fast_engine
 from simulator.contention import message_transfers, messages_meet, overloads, shared_work
@@ -53,7 +53,7 @@ class PassTasks:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Links:
+class CrossedLinks:
     """The links that messages of a job cross: its axes on the devices of a cluster, and all tasks."""
 
     hardware: Hardware
@@ -93,7 +93,13 @@ def reports(tasks: Sequence[Task]) -> frozenset[int]:
 
 
 def pass_operators(
-    drafts: Sequence[Draft], times: TaskTimes, pairs: bool, beside: frozenset[int], links: Links, *, alone: bool
+    drafts: Sequence[PassDraft],
+    times: TaskTimes,
+    pairs: bool,
+    beside: frozenset[int],
+    links: CrossedLinks,
+    *,
+    alone: bool,
 ) -> list[tuple[Operators, PassTasks]]:
     """Times of the operators of passes; what messages that may hide take from kernels stands before each among them.
 
@@ -145,7 +151,7 @@ def pass_operators(
     return found
 
 
-def _sent(draft: Draft, rows: Sequence[int], tasks: Sequence[Task]) -> dict[int, int]:
+def _sent(draft: PassDraft, rows: Sequence[int], tasks: Sequence[Task]) -> dict[int, int]:
     """The largest message of each operator that has any, by the operator's place in its pass."""
     found = {}
     for row, stream, numbers in zip(rows, draft.stream, draft.tasks, strict=True):
@@ -155,7 +161,7 @@ def _sent(draft: Draft, rows: Sequence[int], tasks: Sequence[Task]) -> dict[int,
     return found
 
 
-def _streams(draft: Draft, beside: frozenset[int]) -> Sequence[int]:
+def _streams(draft: PassDraft, beside: frozenset[int]) -> Sequence[int]:
     if not beside or BESIDE in draft.stream:
         return draft.stream
     return [
@@ -164,7 +170,7 @@ def _streams(draft: Draft, beside: frozenset[int]) -> Sequence[int]:
     ]
 
 
-def _in_turn(draft: Draft, beside: frozenset[int], tasks: Sequence[Task]) -> Sequence[int]:
+def _in_turn(draft: PassDraft, beside: frozenset[int], tasks: Sequence[Task]) -> Sequence[int]:
     """Streams where messages of the axis that most bytes cross beside the pass share one.
 
     Those of other axes do not wait for these: each axis has a communicator of its own.

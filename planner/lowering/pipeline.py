@@ -15,17 +15,17 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.bodies import unit_bodies
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import PassesRun, chunk_drafts, passes_run
-from planner.lowering.draft import Draft
+from planner.lowering.draft import PassDraft
 from planner.lowering.host import offloading
 from planner.lowering.instructions import NOTHING
 from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
-from planner.lowering.pass_operators import Links, PassTasks, TaskTimes, pass_operators, reports
+from planner.lowering.pass_operators import CrossedLinks, PassTasks, TaskTimes, pass_operators, reports
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives
 from planner.lowering.sums import summed
 from planner.lowering.unit_work import UnitWork
 from planner.lowering.work import Work
-from planner.lowering.written import Written
+from planner.lowering.written import WrittenTasks
 from planner.plans.plan import Plan
 from simulator.caches import in_caches, sharing_cores
 from simulator.corrections import message_time
@@ -142,7 +142,7 @@ def lower_pipeline(
     lowering = _Lowering(
         plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, work=work
     )
-    written = Written(found.source)
+    written = WrittenTasks(found.source)
     # Where messages take turns with kernels, plain passes say what travels in every pass, whether they run or not.
     run = passes_run(schedule, every=not hardware.overlaps_communication)
     drafts = {key: _drafts(lowering, key, run, written) for key in dict.fromkeys(keys)}
@@ -169,7 +169,7 @@ def lower_pipeline(
     distinct = {id(draft): draft for passes in drafts.values() for draft in passes.values()}
     told = reports(work.tasks)
     axes, (sent_bytes, send_s), meetings = _axes(lowering), _sends(lowering), _meetings(lowering)
-    links = Links(hardware=met, devices=plan.devices, axes=axes, tasks=work.tasks)
+    links = CrossedLinks(hardware=met, devices=plan.devices, axes=axes, tasks=work.tasks)
     alone = schedule.ranks == 1
     made_of = pass_operators([*distinct.values()], times, pairs, told, links, alone=alone)
     operators = dict(zip(distinct, made_of, strict=True))
@@ -201,7 +201,9 @@ def lower_pipeline(
     )
 
 
-def _drafts(lowering: _Lowering, key: Key, run: PassesRun, written: Written) -> Mapping[tuple[ActionKind, int], Draft]:
+def _drafts(
+    lowering: _Lowering, key: Key, run: PassesRun, written: WrittenTasks
+) -> Mapping[tuple[ActionKind, int], PassDraft]:
     """The passes of a chunk; those that never run plain are told plain by the last one."""
     found = chunk_drafts(lowering.source, lowering.work, [lowering.units[n] for n in key], run, written)
     first, plain = found.get((FORWARD, FIRST)), found.get((FORWARD, PLAIN))
@@ -211,7 +213,7 @@ def _drafts(lowering: _Lowering, key: Key, run: PassesRun, written: Written) -> 
 
 
 def _beside(
-    lowering: _Lowering, passes: Mapping[tuple[ActionKind, int], Draft], hardware: Hardware
+    lowering: _Lowering, passes: Mapping[tuple[ActionKind, int], PassDraft], hardware: Hardware
 ) -> Mapping[ActionKind, int]:
     """Bytes that a chunk's passes take at once beside their values, by kind of pass: of messages and of sums.
 

@@ -42,7 +42,7 @@ from planner.lowering.start import start_instructions
 from planner.lowering.sums import summed
 from planner.lowering.unit_work import UnitWork, units_work
 from planner.lowering.work import Work
-from planner.lowering.written import Written, adds_across_chunks
+from planner.lowering.written import WrittenTasks, adds_across_chunks
 from planner.plans.plan import Plan, expanded_rules
 from planner.sharding.placement import local_shape
 from simulator.program import Phase
@@ -110,7 +110,7 @@ def _stage(
     number: int,
 ) -> StageInstructions:
     members = [units[n] for n in chunk]
-    drafts = chunk_drafts(source, work, members, run, Written(source))
+    drafts = chunk_drafts(source, work, members, run, WrittenTasks(source))
     first, last = number % schedule.chain_stages == 0, (number + 1) % schedule.chain_stages == 0
     before = None if first else found.boundaries[chunk.start - 1]
     behind = None if last else found.boundaries[chunk.stop - 1]

@@ -54,7 +54,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PassOperators:
     """Operators of a unit in one pass; ``output`` yields what it hands on, -1 for nothing.
 
     ``fetches`` are numbers of tasks that bring activations back from the host before, and what they bring.
@@ -73,10 +73,10 @@ class UnitWork:
     of parameters alone. ``gathers`` are the parameters wanted in the forward and in the backward pass.
     """
 
-    forward: Part
-    backward: Part
-    inputs: Part
-    weights: Part
+    forward: PassOperators
+    backward: PassOperators
+    inputs: PassOperators
+    weights: PassOperators
     gathers: Mapping[Phase, tuple[tuple[TensorRef, Placements, str], ...]]
     parameters: tuple[int, ...]
     memory: UnitMemory
@@ -203,7 +203,7 @@ def _stays_whole(source: PlacedGraph, mark: Mark) -> bool:
     return not any(isinstance(step.operation, Collective) for step in ahead)
 
 
-def _marked_late(inputs: Part, weights: Part) -> tuple[Part, Part]:
+def _marked_late(inputs: PassOperators, weights: PassOperators) -> tuple[PassOperators, PassOperators]:
     """Let gradients of parameters that come with that of the input count as made by the other part."""
     marks = [mark for operator in inputs.operators for mark in operator.marks]
     for operator in inputs.operators:
@@ -211,7 +211,7 @@ def _marked_late(inputs: Part, weights: Part) -> tuple[Part, Part]:
     if not marks:
         return inputs, weights
     moved = [replace(operator, after=[n + 1 for n in operator.after]) for operator in weights.operators]
-    return inputs, Part((Operator(KERNELS, [], marks=marks), *moved), -1, weights.fetches)
+    return inputs, PassOperators((Operator(KERNELS, [], marks=marks), *moved), -1, weights.fetches)
 
 
 def _leads_to(drafts: Sequence[Draft], goal: str) -> list[bool]:
@@ -242,7 +242,7 @@ class _Builder:
     source: PlacedGraph
     fetches: Mapping[str, int]
 
-    def part(self, drafts: Sequence[Draft], numbers: Mapping[int, int], output: str) -> Part:
+    def part(self, drafts: Sequence[Draft], numbers: Mapping[int, int], output: str) -> PassOperators:
         after, maker = _dependencies(drafts)
         streams = [_STREAMS.get(draft.task.stream, MESSAGES) for draft in drafts]
         closes = {n for i, needs in enumerate(after) if streams[i] != KERNELS for n in needs}
@@ -283,7 +283,7 @@ class _Builder:
             if name in maker:
                 operators[place[maker[name]]].marks.append(mark)
         fetches = tuple((number, name) for name, number in self.fetches.items() if name in read)
-        return Part(tuple(operators), place[maker[output]] if output in maker else -1, fetches)
+        return PassOperators(tuple(operators), place[maker[output]] if output in maker else -1, fetches)
 
     def _shared_node(self, draft: Draft) -> int:
         node = getattr(draft.instruction, "node", -1)

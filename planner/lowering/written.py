@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from planner.lowering.draft import Draft
+from planner.lowering.draft import PassDraft
 from planner.lowering.instructions import value_of_copy
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.unit_work import Mark
@@ -23,7 +23,7 @@ Kind = tuple[Collective, int, str, int, bool]
 """Gradients that may travel together: by collective, axis, type on the way, group, and whether they are on the host."""
 
 
-class Value(NamedTuple):
+class GradientOnWay(NamedTuple):
     """A gradient on its way: whose it is, its placement, the operator that makes it ready, and what it is called."""
 
     mark: Mark
@@ -79,7 +79,7 @@ def _leg(source: PlacedGraph, mark: Mark, step: Step) -> Leg:
     )
 
 
-Entry = tuple[Value, tuple[Leg, ...], bool]
+Entry = tuple[GradientOnWay, tuple[Leg, ...], bool]
 """A gradient, the legs before it, and whether they lead to its accumulator, or on from there."""
 Message = tuple[int, list[int], tuple[str, ...]]
 """Stream and tasks of a message of parameters, and the names that they get."""
@@ -96,12 +96,12 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stretch:
-    """What a unit adds to a pass; operators as in `Draft.cut`, ``kernel`` and ``output`` too, None for none.
+    """What a unit adds to a pass; operators as in `PassDraft.cut`, ``kernel`` and ``output`` too, None for none.
 
     ``arrivals`` bring what the next unit reads; ``left`` are the messages that are not yet sent.
     """
 
-    operators: Draft
+    operators: PassDraft
     kernel: int | None
     output: int | None
     arrivals: Mapping[str, int]
@@ -113,7 +113,7 @@ Stretches = dict[object, dict[tuple[Kind, ...], dict[object, Stretch]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenTasks:
     """Tasks by number that layers alike have in common, in all passes and chunks, and the routes of their gradients.
 
     Keys hold the objects that layers alike share, of which the lowered units keep one each.

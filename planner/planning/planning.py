@@ -41,7 +41,7 @@ from planner.planning.plan_messages import (
 from planner.planning.prediction import Prediction, hardware_notes
 from planner.planning.refining import refined
 from planner.planning.rescoring import RESCORED, Field, rescore, said_of
-from planner.planning.setting import Setting, mode_of, setting_of, uniform_modes
+from planner.planning.setting import SearchSetting, mode_of, setting_of, uniform_modes
 from planner.planning.shared_tables import SharedTables
 from planner.planning.tighter import search_tighter, told
 from planner.plans.pins import Pins
@@ -291,14 +291,14 @@ def _planned(
     )
 
 
-def _searched(setting: Setting, patience: Patience, cores: int) -> _Search:
+def _searched(setting: SearchSetting, patience: Patience, cores: int) -> _Search:
     search = _Search(setting, patience, cores)
     with search.opened:
         _run(search, setting, patience)
     return search
 
 
-def _run(search: _Search, setting: Setting, patience: Patience) -> None:
+def _run(search: _Search, setting: SearchSetting, patience: Patience) -> None:
     request, pins = setting.request, setting.pins
     wide = _searches_configurations(request, pins, setting.search)
     refusable = wide or _falls_back(request, pins)
@@ -328,7 +328,7 @@ def _run(search: _Search, setting: Setting, patience: Patience) -> None:
 class _Search:
     """The searches of one request: what each found, what of it was simulated, and the seconds of each phase."""
 
-    def __init__(self, setting: Setting, patience: Patience, cores: int) -> None:
+    def __init__(self, setting: SearchSetting, patience: Patience, cores: int) -> None:
         self.setting, self.patience, self.cores = setting, patience, cores
         self.wanted = max(setting.request.top, RESCORED)
         self.found: FoundConfigurations | None = None

@@ -44,7 +44,7 @@ KIB = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class SearchSetting:
     """What is searched: operators on meshes (``space``), configurations (``search``), under ``request`` and ``pins``.
 
     ``tables`` are those of the network, whose runs are written out where hints tell layers apart; ``started``,
@@ -84,7 +84,7 @@ def setting_of(
     graph: OperatorGraph | None,
     shared: SharedTables | None,
     patience: Patience | None = None,
-) -> Setting:
+) -> SearchSetting:
     """Read and check a request; `graph` is its network, captured already, `shared` what earlier requests made of it.
 
     `patience` begins behind the capture.
@@ -153,7 +153,7 @@ def setting_of(
         unit_pins=_unit_pins(placed, pins, tables.decisions.chain, hardware),
         hints=StageHints(hints=request.hints, rest_by_data=request.parallel_mode == SEMI_AUTOMATIC),
     )
-    return Setting(
+    return SearchSetting(
         request=request,
         pins=pins,
         dtype=dtype,

@@ -18,7 +18,7 @@ NEAREST = 0.01
 
 
 @dataclass(kw_only=True)
-class Limits:
+class TighterLimits:
     """Memory limits to search under, each lower by what the plans under the last one missed the memory by.
 
     Where nothing is found under one, the next lies between it and the last under which something was.
@@ -68,7 +68,7 @@ def search_tighter(
     none is faster than that. An interruption is noted in `first`.
     """
     whole = search.model().limit_bytes
-    limits, explored = Limits(over=whole), first
+    limits, explored = TighterLimits(over=whole), first
     limit = whole
     for _ in range(ROUNDS):
         if explored.missed:

@@ -48,7 +48,7 @@ _FILE = "source_rules.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class SourceRule:
     """What follows where all conditions hold for a row, and where that is stated."""
 
     when: tuple[tuple[str, Callable[[str, float | None], bool]], ...]
@@ -60,7 +60,7 @@ class Rule:
         return all(holds(_text(row, column, read), row.number(column)) for column, holds in self.when)
 
 
-def parse_rules(content: str, name: str) -> tuple[Rule, ...]:
+def parse_rules(content: str, name: str) -> tuple[SourceRule, ...]:
     """Read rules from the text of a file `name`.
 
     Raises
@@ -77,7 +77,7 @@ def parse_rules(content: str, name: str) -> tuple[Rule, ...]:
         if unknown is not None:
             raise InputError(f"{place}: {unknown!r} is no setting; use one of {', '.join(SETTINGS)}")
         when = tuple((column, _condition(place, wanted)) for column, wanted in item["when"].items())
-        rules.append(Rule(when=when, then=item["then"], source=item["source"]))
+        rules.append(SourceRule(when=when, then=item["then"], source=item["source"]))
     return tuple(rules)
 
 
@@ -99,9 +99,9 @@ def _text(row: FileRow, column: str, read: Mapping[str, str]) -> str:
 
 
 @lru_cache(maxsize=1)
-def _shipped() -> Mapping[str, tuple[Rule, ...]]:
+def _shipped() -> Mapping[str, tuple[SourceRule, ...]]:
     """The rules by what they say."""
-    found: dict[str, tuple[Rule, ...]] = {}
+    found: dict[str, tuple[SourceRule, ...]] = {}
     content = (resources.files("planner.published") / _FILE).read_text(encoding="utf-8")
     for rule in parse_rules(content, _FILE):
         for setting in rule.then:

@@ -123,7 +123,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class CallLetters:
     """Letters of one call.
 
     ``arguments`` are aligned with the positional arguments (those of non-tensors are ignored, a list of
@@ -160,7 +160,7 @@ def call_of(graph: OperatorGraph, node: Node) -> Call:
     )
 
 
-def rules_of(call: Call, layout: Layout) -> tuple[Rule, ...]:
+def rules_of(call: Call, layout: CallLetters) -> tuple[Rule, ...]:
     """Derive the rules: replicated, one for each letter, partial pass-through, extra ones."""
     inputs = list(labelled_inputs(call, layout))
     outputs = list(zip(layout.outputs, call.outputs, strict=False))
@@ -191,7 +191,7 @@ def _operand(spec: TensorSpec) -> Operand:
     return Operand(extents, spec.dtype)
 
 
-def labelled_inputs(call: Call, layout: Layout) -> Iterator[_Input]:
+def labelled_inputs(call: Call, layout: CallLetters) -> Iterator[_Input]:
     """Position of the argument, operand and letters of every tensor, in the order of ``Node.tensor_inputs``."""
     for position, argument in enumerate(call.args):
         label = layout.arguments[position] if position < len(layout.arguments) else ""

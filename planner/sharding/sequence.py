@@ -14,7 +14,7 @@ from math import prod
 from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.graph.operator_graph import PLACES, Node, OperatorGraph, TensorRef
 from planner.sharding.rule_families import Family, view
-from planner.sharding.rule_notation import FIXED, Call, Layout, Operand, call_of, labelled_inputs
+from planner.sharding.rule_notation import FIXED, Call, CallLetters, Operand, call_of, labelled_inputs
 from planner.sharding.rule_table import TABLE
 
 TOKEN_KINDS = frozenset(("tokens", "next_tokens"))
@@ -130,12 +130,12 @@ _ATTENTION[MASKED_BACKWARD] = tuple(
 )
 
 
-def _attention(op: str, call: Call) -> Layout:
+def _attention(op: str, call: Call) -> CallLetters:
     """Letters of every dim of an attention, also of those that cannot be sharded without messages."""
     arguments, outputs = _ATTENTION[op]
     mask = call.kwargs.get("attn_mask")
     keywords = {"attn_mask": "bhqk"[4 - mask.rank :]} if isinstance(mask, Operand) else {}
-    return Layout(arguments=arguments, outputs=outputs, keywords=keywords)
+    return CallLetters(arguments=arguments, outputs=outputs, keywords=keywords)
 
 
 def _labels(op: str, call: Call, family: Family) -> list[tuple[str, Operand]]:

@@ -8,7 +8,7 @@ from planner.plans.pins import FREE, Pins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class TrainedNetwork:
     """A network at one size of batch; all its plans train the same steps."""
 
     name: str
@@ -22,7 +22,7 @@ class Network:
 class Case:
     """One plan: what is pinned, and how the same parallelism is written by hand, where it is."""
 
-    network: Network
+    network: TrainedNetwork
     processes: int
     pins: Pins = FREE
     by_hand: str | None = None
@@ -34,13 +34,17 @@ class Case:
         return words or "one process"
 
 
-MLP = Network(name="MLP", spec="py:planner.networks.small:multilayer_perceptron", global_batch=64, optimizer="adamw")
-RESNET = Network(
+MLP = TrainedNetwork(
+    name="MLP", spec="py:planner.networks.small:multilayer_perceptron", global_batch=64, optimizer="adamw"
+)
+RESNET = TrainedNetwork(
     name="ResNet-50, 32 × 32", spec="py:planner.networks.small:resnet50_small_images", global_batch=32,
     optimizer="momentum",
 )  # fmt: skip
-GPT = Network(name="GPT-2 small", spec="zoo:gpt2", global_batch=8, optimizer="adamw", sequence_length=32)
-TINY = Network(name="tiny MLP", spec="py:planner.networks.small:tiny_perceptron", global_batch=16, optimizer="adamw")
+GPT = TrainedNetwork(name="GPT-2 small", spec="zoo:gpt2", global_batch=8, optimizer="adamw", sequence_length=32)
+TINY = TrainedNetwork(
+    name="tiny MLP", spec="py:planner.networks.small:tiny_perceptron", global_batch=16, optimizer="adamw"
+)
 
 
 def all_cases() -> tuple[Case, ...]:
@@ -76,7 +80,7 @@ def tiny_cases() -> tuple[Case, ...]:
     return (_case(TINY, 1), _case(TINY, 2, "DDP", dp=2), _case(TINY, 2, "tensor parallel", tp=2))
 
 
-def _case(network: Network, processes: int, by_hand: str | None = None, **given: str | int) -> Case:
+def _case(network: TrainedNetwork, processes: int, by_hand: str | None = None, **given: str | int) -> Case:
     plain = Pins(dp=1, tp=1, pp=1, cp=1, optimizer_sharding="none")
     pins = Pins.read(given).over(plain) if processes > 1 else FREE
     return Case(network=network, processes=processes, pins=pins, by_hand=by_hand)

@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from planner.execution.launch.starting import prepare
-from planner.execution.measuring.by_hand import Way
+from planner.execution.measuring.by_hand import HandSplit
 from planner.execution.measuring.turns import Turns, rounds_within, take_turns
 from planner.execution.options import ExecuteOptions
 from planner.execution.run import execute_plan
@@ -322,7 +322,7 @@ def plan_case(case: Case, profile: Path) -> tuple[Plan, float]:
 def turns_of(case: Case, plan: Plan, file: Path, step_s: float, seconds: float = TURNS_S) -> Turns:
     """Train as a plan does and by hand, in turns of so many seconds together; `step_s` is what a step takes, about."""
     job = prepare(plan, ExecuteOptions(strategy=file, seed=SEED), None, lambda text: None).job
-    return take_turns(job, Way(case.by_hand or ""), *rounds_within(seconds, step_s))
+    return take_turns(job, HandSplit(case.by_hand or ""), *rounds_within(seconds, step_s))
 
 
 def with_overhead(found: Result, case: Case, folder: Path) -> Result:

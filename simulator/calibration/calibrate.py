@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from simulator.caches import ALL_BELOW
-from simulator.calibration.cases import Case, all_cases
+from simulator.calibration.cases import KernelCase, all_cases
 from simulator.calibration.crowds import CrowdTimes, crowding, measure_crowds
 from simulator.calibration.fitting import KernelFit, Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.launch import run_workers
-from simulator.calibration.machine import Machine, find_machine, processor_caches
+from simulator.calibration.machine import CalibratedDevices, find_machine, processor_caches
 from simulator.calibration.machine_use import Disturbance, MachineUse, disturbance, machine_use, used_since
 from simulator.calibration.messages import TIMEOUT, MessageTimes, measure_messages, own_device
 from simulator.calibration.pace import Pace, Paces, paces_of
@@ -170,7 +170,7 @@ class KernelTimes:
     paces: Paces
 
 
-def timed_kinds(device_type: str) -> list[tuple[Case, bool]]:
+def timed_kinds(device_type: str) -> list[tuple[KernelCase, bool]]:
     """Every kernel case, and again, marked, what fits into the caches of a processor."""
     cases = all_cases(accelerator=device_type != "cpu")
     most = 0.0 if device_type != "cpu" else ALL_BELOW * sum(astuple(processor_caches()))
@@ -206,9 +206,9 @@ def measure_kernels(device_type: str) -> KernelRounds:
     )
 
 
-def _mixing(cases: Sequence[Case], device: torch.device) -> dict[Kernel, float]:
+def _mixing(cases: Sequence[KernelCase], device: torch.device) -> dict[Kernel, float]:
     """Seconds that a call of each class takes longer among others, of its smallest kernels."""
-    small: dict[Kernel, list[Case]] = {}
+    small: dict[Kernel, list[KernelCase]] = {}
     for case in sorted(cases, key=lambda case: case.bytes_moved):
         of_class = small.setdefault(case.kernel, [])
         if case.dtype == "float32" and len(of_class) < SMALLEST_OF_CLASS:
@@ -230,14 +230,14 @@ def kernel_times(device_type: str, rounds: Sequence[KernelRounds]) -> KernelTime
     )
 
 
-def _measured(case: Case, seconds: float) -> Measured:
+def _measured(case: KernelCase, seconds: float) -> Measured:
     return Measured(
         kernel=case.kernel, dtype=case.dtype, flops=case.flops, bytes_moved=case.bytes_moved, seconds=seconds
     )
 
 
 def findings(
-    machine: Machine,
+    machine: CalibratedDevices,
     kernels: KernelTimes,
     messages: Sequence[MessageTimes],
     slowdown: Sequence[tuple[int, Slowdown]],

@@ -86,7 +86,7 @@ ROW = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class KernelCase:
     """One kernel at one size: the shapes of its inputs, what to call, and its work.
 
     Integer inputs (``high`` above 0) are the last ones of ``shapes``; ``bytes_moved`` counts every
@@ -105,7 +105,7 @@ class Case:
     high: int = 0
 
 
-def all_cases(*, accelerator: bool = False) -> list[Case]:
+def all_cases(*, accelerator: bool = False) -> list[KernelCase]:
     """List every case, in a fixed order; accelerators get larger ones as well."""
     dtypes = (*COMPUTE_DTYPES, "float16") if accelerator else COMPUTE_DTYPES
     cubes = (*CUBES, *LARGE_CUBES) if accelerator else CUBES
@@ -118,13 +118,13 @@ def _width(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
 
 
-def _matmuls(dtypes: tuple[str, ...], cubes: tuple[int, ...]) -> Iterator[Case]:
+def _matmuls(dtypes: tuple[str, ...], cubes: tuple[int, ...]) -> Iterator[KernelCase]:
     products = [*((size, size, size) for size in cubes), *SKINNY_PRODUCTS]
     for dtype in dtypes:
         for rows, inner, columns in (*products, *(WIDE_PRODUCTS if dtype == "float32" else ())):
             shapes = ((rows, inner), (inner, columns))
             size = rows * inner + inner * columns + rows * columns
-            yield Case(
+            yield KernelCase(
                 kernel=Kernel.MATMUL,
                 name=f"mm {rows}x{inner}x{columns}",
                 dtype=dtype,
@@ -135,7 +135,7 @@ def _matmuls(dtypes: tuple[str, ...], cubes: tuple[int, ...]) -> Iterator[Case]:
             )
 
 
-def _convolutions() -> Iterator[Case]:
+def _convolutions() -> Iterator[KernelCase]:
     for dtype in ("float32", "float64"):
         for batch, inputs, outputs, size, width, *strides in (*IMAGES, *(SMALL_IMAGES if dtype == "float32" else ())):
             image, kernel = (batch, inputs, size, size), (outputs, inputs, width, width)
@@ -147,7 +147,7 @@ def _convolutions() -> Iterator[Case]:
             name = f"conv {batch}x{inputs}x{size}x{size} to {outputs}, {width}x{width}"
             name += f" by {stride}" if strides else ""
             kind = Kernel.STRIDED_CONVOLUTION_BACKWARD if stride > 1 and width > 1 else Kernel.CONVOLUTION_BACKWARD
-            yield Case(
+            yield KernelCase(
                 kernel=Kernel.CONVOLUTION,
                 name=name,
                 dtype=dtype,
@@ -157,7 +157,7 @@ def _convolutions() -> Iterator[Case]:
                 flops=work,
                 bytes_moved=moved * _width(dtype),
             )
-            yield Case(
+            yield KernelCase(
                 kernel=kind,
                 name=f"backward of {name}",
                 dtype=dtype,
@@ -169,12 +169,12 @@ def _convolutions() -> Iterator[Case]:
             )
 
 
-def _poolings() -> Iterator[Case]:
+def _poolings() -> Iterator[KernelCase]:
     for batch, channels, size in POOLED:
         given, made = batch * channels * size**2, batch * channels * (size // 2) ** 2
         windows = (("max", 3, aten.max_pool2d_with_indices.default, 12), ("mean", 2, aten.avg_pool2d.default, 4))
         for name, width, operator, result in windows[: 1 if size > 8 else 2]:
-            yield Case(
+            yield KernelCase(
                 kernel=Kernel.POOLING,
                 name=f"{name} pooling of {batch}x{channels}x{size}x{size}",
                 dtype="float32",
@@ -185,7 +185,7 @@ def _poolings() -> Iterator[Case]:
             )
 
 
-def _attentions(attention: Operator) -> Iterator[Case]:
+def _attentions(attention: Operator) -> Iterator[KernelCase]:
     for dtype in ("float32", "float64"):
         for batch, heads, length, width in (
             (8, 8, 32, 64),
@@ -197,7 +197,7 @@ def _attentions(attention: Operator) -> Iterator[Case]:
             shape = (batch, heads, length, width)
             work, moved = 2.0 * prod(shape[:3]) * length * width, prod(shape) * _width(dtype)
             name = f"attention {batch}x{heads}x{length}x{width}"
-            yield Case(
+            yield KernelCase(
                 kernel=Kernel.ATTENTION,
                 name=name,
                 dtype=dtype,
@@ -208,7 +208,7 @@ def _attentions(attention: Operator) -> Iterator[Case]:
                 bytes_moved=4.0 * moved,
             )
             if attention is aten._scaled_dot_product_flash_attention_for_cpu.default:
-                yield Case(
+                yield KernelCase(
                     kernel=Kernel.ATTENTION,
                     name=f"backward of {name}",
                     dtype=dtype,
@@ -372,10 +372,10 @@ FAMILIES = (
 )
 
 
-def _memory_bound(sizes: tuple[int, ...]) -> Iterator[Case]:
+def _memory_bound(sizes: tuple[int, ...]) -> Iterator[KernelCase]:
     for family in FAMILIES:
         for elements in (size for size in sizes if family.least <= size <= family.most):
-            yield Case(
+            yield KernelCase(
                 kernel=family.kernel,
                 name=f"{family.name} {elements}",
                 dtype="float32",
@@ -385,7 +385,7 @@ def _memory_bound(sizes: tuple[int, ...]) -> Iterator[Case]:
                 bytes_moved=family.moved * elements * _width("float32"),
             )
     for rows in (1, 32, 512, 4096):
-        yield Case(
+        yield KernelCase(
             kernel=Kernel.EMBEDDING,
             name=f"embedding {rows}",
             dtype="float32",
@@ -396,7 +396,7 @@ def _memory_bound(sizes: tuple[int, ...]) -> Iterator[Case]:
             high=8192,
         )
     for rows in (2, 64):
-        yield Case(
+        yield KernelCase(
             kernel=Kernel.VIEW,
             name=f"view {rows}",
             dtype="float32",

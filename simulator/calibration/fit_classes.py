@@ -11,7 +11,7 @@ import pandas as pd
 
 from simulator.calibration.fit_rows import Rows
 from simulator.calibration.fit_shapes import measured_name
-from simulator.calibration.fits import Fit, FloatArray, minimise, rounded
+from simulator.calibration.fits import FittedValues, FloatArray, minimise, rounded
 from simulator.calibration.measurement_files import need, read_measurements
 from simulator.hardware import Hardware, KernelModel
 from simulator.kernels import kernel_time
@@ -42,7 +42,7 @@ LAYER_OPS: tuple[tuple[Kernel, str, tuple[str, ...], float], ...] = (
 )
 
 
-def fit_kernel(hardware: Hardware, kernel: Kernel, what: str, rows: pd.DataFrame, dtype: str) -> Fit:
+def fit_kernel(hardware: Hardware, kernel: Kernel, what: str, rows: pd.DataFrame, dtype: str) -> FittedValues:
     """Efficiencies and overhead of one class from columns flops, bytes, seconds."""
     flops, moved, seconds = (rows[name].to_numpy(float) for name in ("flops", "bytes", "seconds"))
 
@@ -56,7 +56,7 @@ def fit_kernel(hardware: Hardware, kernel: Kernel, what: str, rows: pd.DataFrame
     best = minimise(lambda values: float(np.abs(ratios(values)).mean()), [0.6, 0.7, 4e-6], [1, 1, 1e-3])
     names = ("compute_efficiency", "bandwidth_efficiency", "overhead_s")
     values = {name: rounded(float(value)) for name, value in zip(names, best, strict=True)}
-    return Fit(name=kernel.value, what=what, numbers=values, ratios=ratios(best))
+    return FittedValues(name=kernel.value, what=what, numbers=values, ratios=ratios(best))
 
 
 def product_work(frame: pd.DataFrame) -> pd.DataFrame:
@@ -81,7 +81,7 @@ def layer_rows(folder: Path, accelerator: str, ops: Sequence[str], passes: float
     return frame.assign(flops=0.0, bytes=moved, seconds=frame.time_ms * 1e-3)
 
 
-def fit_streams(hardware: Hardware, folder: Path, accelerators: Sequence[str]) -> Fit:
+def fit_streams(hardware: Hardware, folder: Path, accelerators: Sequence[str]) -> FittedValues:
     """Fraction of the memory's peak that copies and triads of large arrays reach at full occupancy."""
     path = folder / "operators" / SINGLE
     frame = read_measurements(path, ["accelerator", "op", "shape_note", "mem_bandwidth_GBps"])
@@ -92,10 +92,10 @@ def fit_streams(hardware: Hardware, folder: Path, accelerators: Sequence[str]) -
     middle = float(np.median(reached))
     what = f"streaming copies and triads on {accelerators[-1]}"
     values = {"bandwidth_efficiency": rounded(middle)}
-    return Fit(name="streams", what=what, numbers=values, ratios=np.log(reached / middle))
+    return FittedValues(name="streams", what=what, numbers=values, ratios=np.log(reached / middle))
 
 
-def fit_overhead(folder: Path, accelerator: str) -> Fit:
+def fit_overhead(folder: Path, accelerator: str) -> FittedValues:
     """Time of the smallest memory-bound kernels (16 tokens and fewer), in which the data takes no time."""
     path = folder / "operators" / SINGLE
     frame = read_measurements(path, ["accelerator", "op", "m", "time_ms"])
@@ -106,10 +106,10 @@ def fit_overhead(folder: Path, accelerator: str) -> Fit:
     middle = float(np.median(seconds))
     what = f"kernels on 16 tokens and fewer on {accelerator}"
     values = {"overhead_s": rounded(middle)}
-    return Fit(name="kernel overhead", what=what, numbers=values, ratios=np.log(middle / seconds))
+    return FittedValues(name="kernel overhead", what=what, numbers=values, ratios=np.log(middle / seconds))
 
 
-def fit_layers(hardware: Hardware, folder: Path, rows: Rows) -> Iterator[tuple[Kernel, Fit]]:
+def fit_layers(hardware: Hardware, folder: Path, rows: Rows) -> Iterator[tuple[Kernel, FittedValues]]:
     """Fits of the memory-bound classes that have rows."""
     for kernel, accelerator, ops, passes in LAYER_OPS:
         if rows.layers and accelerator in LAYER_FILES[rows.layers]:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from simulator.calibration.fit_rows import Rows, rows_of
-from simulator.calibration.fits import Fit, FloatArray, minimise, rounded
+from simulator.calibration.fits import FittedValues, FloatArray, minimise, rounded
 from simulator.calibration.measurement_files import need, read_measurements
 from simulator.collectives import collective_time
 from simulator.hardware import Hardware, Level
@@ -28,11 +28,11 @@ SMALLEST_MESSAGE = 512  # bytes; below, a collective is all overhead
 FABRIC_SHARE = 0.95  # what the fits of dgx-a100 and dgx-h200 leave of the datasheet rate
 
 
-def fit_collectives(folder: Path, profile: str) -> tuple[dict[str, dict[str, object]], list[Fit]]:
+def fit_collectives(folder: Path, profile: str) -> tuple[dict[str, dict[str, object]], list[FittedValues]]:
     """Fitted fields of the levels of one shipped profile, and the fits behind them."""
     rows, hardware = rows_of(profile), load_profile(profile)
     fields: dict[str, dict[str, object]] = {}
-    fits: list[Fit] = []
+    fits: list[FittedValues] = []
     collectives = collective_rows(folder)
     if rows.node:
         inside = pd.concat([collectives[collectives.accelerator == name] for name in rows.node])
@@ -95,7 +95,7 @@ def predict(hardware: Hardware, rows: pd.DataFrame) -> FloatArray:
     return seconds
 
 
-def fit_node(hardware: Hardware, rows: pd.DataFrame, chosen: Rows) -> tuple[Fit, Hardware]:
+def fit_node(hardware: Hardware, rows: pd.DataFrame, chosen: Rows) -> tuple[FittedValues, Hardware]:
     """Call overhead, latency, bandwidth and, where switches add, reduction bandwidth of the innermost level."""
     adds = hardware.levels[0].reduction_bandwidth_bytes_per_s > 0
     names = ["collective_overhead_s", "latency_s", "bandwidth_bytes_per_s"] + ["reduction_bandwidth_bytes_per_s"] * adds
@@ -118,7 +118,7 @@ def fit_node(hardware: Hardware, rows: pd.DataFrame, chosen: Rows) -> tuple[Fit,
     numbers = {name: rounded(float(value)) for name, value in zip(names, best, strict=True)}
     sizes = ", ".join(str(int(count)) for count in sorted(rows.n_accels.unique()))
     place = "Atlas 800 A3 dies" if chosen.node == ("Ascend",) else chosen.node[0].removeprefix("NVIDIA ")
-    fit = Fit(
+    fit = FittedValues(
         name="innermost level",
         what=f"single-node collectives of {sizes} devices on {place}",
         numbers=numbers,
@@ -130,7 +130,7 @@ def fit_node(hardware: Hardware, rows: pd.DataFrame, chosen: Rows) -> tuple[Fit,
     return fit, replace(fitted, levels=(innermost, *hardware.levels[1:]))
 
 
-def fit_fabric(hardware: Hardware, rows: pd.DataFrame, link: float, fixed: bool, place: str) -> Fit:
+def fit_fabric(hardware: Hardware, rows: pd.DataFrame, link: float, fixed: bool, place: str) -> FittedValues:
     """Latency and bandwidth of the outermost level, the inner ones as they are.
 
     A device cannot exceed its `link` (bytes/s). Where the rows do not bind it (`fixed`: all-reduces limited
@@ -150,7 +150,7 @@ def fit_fabric(hardware: Hardware, rows: pd.DataFrame, link: float, fixed: bool,
     numbers = {name: rounded(float(value)) for name, value in zip(names, best, strict=True)}
     what = f"collectives of {int(rows.n_accels.min())} to {int(rows.n_accels.max())} devices on {place}"
     before = logarithm(predict(hardware, rows), rows)
-    return Fit(name="outermost level", what=what, numbers=numbers, ratios=ratios(best), before=before)
+    return FittedValues(name="outermost level", what=what, numbers=numbers, ratios=ratios(best), before=before)
 
 
 def logarithm(seconds: FloatArray, rows: pd.DataFrame) -> FloatArray:

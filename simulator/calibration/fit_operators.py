@@ -39,7 +39,7 @@ from simulator.calibration.fit_shapes import (
     product_rows,
     training_attention_rows,
 )
-from simulator.calibration.fits import Fit, rounded
+from simulator.calibration.fits import FittedValues, rounded
 from simulator.hardware import AttentionModel, Hardware, MatmulModel
 from simulator.profile_operators import OperatorsPart, operator_models
 from simulator.profiles import load_profile
@@ -61,9 +61,9 @@ class OperatorFits:
     """Fields of one profile and the fits behind them."""
 
     fields: Fields = field(default_factory=dict)
-    fits: list[Fit] = field(default_factory=list)
+    fits: list[FittedValues] = field(default_factory=list)
 
-    def add(self, fit: Fit, place: str, content: Mapping[str, object], note: str = "") -> None:
+    def add(self, fit: FittedValues, place: str, content: Mapping[str, object], note: str = "") -> None:
         """Record `content` at `place`, with `fit` as its source."""
         self.fields[place] = {**content, "source": fit.source(note)}
         if not any(fit is known for known in self.fits):
@@ -262,7 +262,7 @@ def _ascend_attention(folder: Path, hardware: Hardware, fits: OperatorFits) -> N
     ratios = np.log(attention_seconds(hardware, model, frame, backward=False) / seconds)
     what = "causal fused attention of inference on one die of an Atlas 800 A3, sequences taken as equally long"
     values = {"compute_efficiency": model.compute_efficiency}
-    fit = Fit(name="attention vendor forward", what=what, numbers=values, ratios=ratios)
+    fit = FittedValues(name="attention vendor forward", what=what, numbers=values, ratios=ratios)
     fits.add(fit, "operators.attention.vendor.forward", asdict(model), "the other numbers assumed")
 
 
@@ -316,7 +316,7 @@ def _scaled(content: Mapping[str, object], efficiency: float, profile: str, why:
 
 
 @lru_cache(maxsize=32)
-def _convolution(folder: Path, profile: str) -> Fit:
+def _convolution(folder: Path, profile: str) -> FittedValues:
     """Convolutions by the roofline on the profile's device."""
     rows, hardware = rows_of(profile), load_profile(profile)
     fields = _base(folder, profile).fields

@@ -14,7 +14,7 @@ from pathlib import Path
 from simulator.calibration.fit_collectives import fit_collectives
 from simulator.calibration.fit_operators import Fields, operator_fits
 from simulator.calibration.fit_rows import ROWS
-from simulator.calibration.fits import Fit
+from simulator.calibration.fits import FittedValues
 from simulator.calibration.profile_text import with_fields
 from simulator.hardware import PROFILE_SUFFIX
 from simulator.profile_file import parse_profile
@@ -27,7 +27,7 @@ class ProfileFit:
 
     profile: str
     fields: Fields
-    fits: tuple[Fit, ...]
+    fits: tuple[FittedValues, ...]
     text: str
 
 

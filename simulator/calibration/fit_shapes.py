@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from simulator.calibration.fit_rows import TILES, Rows
-from simulator.calibration.fits import Fit, FloatArray, minimise, rounded
+from simulator.calibration.fits import FittedValues, FloatArray, minimise, rounded
 from simulator.calibration.measurement_files import need, read_measurements
 from simulator.hardware import AttentionModel, AttentionPasses, Hardware, MatmulModel
 from simulator.kernels import attention_time, convolution_time, kernel_time, matmul_time
@@ -33,7 +33,7 @@ class MatmulFit:
     """A shape model with its fit."""
 
     model: MatmulModel
-    fit: Fit
+    fit: FittedValues
     note: str = ""
 
 
@@ -108,7 +108,7 @@ def fit_matmul(hardware: Hardware, rows: Rows, frame: pd.DataFrame, dtype: str) 
     if wide:
         note += f", as is its overhead, {(model.overhead_s - wide.overhead_s) * 1e6:.1f} us"
         model = replace(model, overhead_s=wide.overhead_s)
-    fit = Fit(
+    fit = FittedValues(
         name=f"matmul {dtype}",
         what=f"matrix products, no side under {TRAINING}, on {measured_name(rows)}",
         numbers={name: value for name, value in asdict(model).items() if isinstance(value, float)},
@@ -180,7 +180,7 @@ class AttentionFit:
     """A shape model of one direction with its fit."""
 
     model: AttentionModel
-    fit: Fit
+    fit: FittedValues
 
 
 def attention_seconds(
@@ -234,7 +234,7 @@ def fit_attention(hardware: Hardware, frame: pd.DataFrame, *, backward: bool, na
     )
     model = model_of(best)
     before = attention_seconds(hardware, None, frame, backward=backward)
-    fit = Fit(
+    fit = FittedValues(
         name=name,
         what=what,
         numbers={key: value for key, value in asdict(model).items() if isinstance(value, float)},
@@ -261,19 +261,19 @@ def product_ratios(hardware: Hardware, frame: pd.DataFrame) -> FloatArray:
     return np.asarray(np.log(matmul_time(hardware, "bfloat16", m, n, k, groups) / seconds))
 
 
-def fit_part(name: str, what: str, ratios: FloatArray) -> Fit:
+def fit_part(name: str, what: str, ratios: FloatArray) -> FittedValues:
     """Part of the predicted rate that the rows reach: their median, at most 1."""
     part = rounded(min(1.0, float(np.exp(np.median(ratios)))))
-    return Fit(name=name, what=what, numbers={"part": part}, ratios=ratios - np.log(part), before=ratios)
+    return FittedValues(name=name, what=what, numbers={"part": part}, ratios=ratios - np.log(part), before=ratios)
 
 
-def fit_rows_of_groups(what: str, frame: pd.DataFrame, ratios: FloatArray) -> Fit:
+def fit_rows_of_groups(what: str, frame: pd.DataFrame, ratios: FloatArray) -> FittedValues:
     """Rows a group with which grouped products reach half the rate of plain ones, by the mean of ``|ratios|`` (n,)."""
     rows = np.minimum(frame.m.to_numpy(float), frame.k.to_numpy(float))
     tried = np.arange(0.0, 1000.0, 5.0)[:, None]
     left = ratios + np.log1p(tried / rows)
     best = int(np.argmin(np.abs(left).mean(axis=1))) if len(rows) else 0
-    return Fit(
+    return FittedValues(
         name="grouped matmul", what=what, numbers={"rows": float(tried[best, 0])}, ratios=left[best], before=ratios
     )
 
@@ -332,7 +332,7 @@ def image_rates(folder: Path, accelerator: str) -> FloatArray:
     return rate.dropna().to_numpy(float)
 
 
-def fit_convolution(hardware: Hardware, rates: FloatArray, what: str, batch: int = 128) -> Fit:
+def fit_convolution(hardware: Hardware, rates: FloatArray, what: str, batch: int = 128) -> FittedValues:
     """Part of the peak that convolutions reach by the roofline, to meet ResNet-50 training rates.
 
     The other classes are as they are. ``convolution_efficiency``, of convolutions by shape, is told by planned steps.
@@ -345,7 +345,7 @@ def fit_convolution(hardware: Hardware, rates: FloatArray, what: str, batch: int
 
     best = minimise(lambda values: float(np.abs(ratios(float(values[0]))).mean()), [0.5], [0.8])
     values = {"efficiency": rounded(float(best[0]))}
-    return Fit(name="convolution", what=what, numbers=values, ratios=ratios(float(best[0])))
+    return FittedValues(name="convolution", what=what, numbers=values, ratios=ratios(float(best[0])))
 
 
 def measured_name(rows: Rows) -> str:

@@ -13,7 +13,7 @@ COMMAND = "meshwright calibrate --from-measurements"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class FittedValues:
     """Fitted values and how well they meet their rows.
 
     ``what`` says which rows; ``ratios`` are ``ln(predicted / measured)``, ``before`` those of the model that the

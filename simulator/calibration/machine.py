@@ -27,7 +27,7 @@ UNKNOWN_MEMORY = 4 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class CalibratedDevices:
     """The devices to calibrate; ``memory_bytes`` is one device's share."""
 
     device_type: str
@@ -43,11 +43,11 @@ class Machine:
         return self.device_type != "cpu"
 
 
-def find_machine(device_type: str, processes: int) -> Machine:
+def find_machine(device_type: str, processes: int) -> CalibratedDevices:
     """Describe the machine's devices of one type, or say why there are none."""
     if device_type == "cpu":
         devices = max(SMALLEST_CPU_MAXIMUM, available_cores(), processes)
-        return Machine(
+        return CalibratedDevices(
             device_type="cpu",
             backend=BACKENDS["cpu"],
             device_name=f"one process on {available_cores()} cores of {_cpu_model()}",
@@ -57,7 +57,7 @@ def find_machine(device_type: str, processes: int) -> Machine:
         )
     devices = count_devices(device_type)
     properties = getattr(torch, device_type).get_device_properties(0)
-    return Machine(
+    return CalibratedDevices(
         device_type=device_type,
         backend=BACKENDS[device_type],
         device_name=str(properties.name),

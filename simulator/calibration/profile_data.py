@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from simulator.calibration.fitting import KernelFit
-from simulator.calibration.machine import Machine
+from simulator.calibration.machine import CalibratedDevices
 from simulator.calibration.messages import SIZES, MessageTimes
 from simulator.conditions import Conditions
 from simulator.crowding import Crowding
@@ -40,7 +40,7 @@ class Findings:
     ``mixing``, seconds that calls cost more among others, is already in the overheads of the fits.
     """
 
-    machine: Machine
+    machine: CalibratedDevices
     fits: Mapping[Kernel, KernelFit]
     mixing: Mapping[Kernel, float]
     conditions: Conditions
@@ -139,7 +139,7 @@ def _conditions(found: Conditions, measured: str) -> Data:
     }
 
 
-def _caches(machine: Machine, measured: str) -> Data:
+def _caches(machine: CalibratedDevices, measured: str) -> Data:
     if machine.caches is None:
         return {}
     source = f"{measured}; as the processor says of itself"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simulator.calibration.cases import Case
+from simulator.calibration.cases import KernelCase
 from simulator.calibration.machine import beyond_caches
 from simulator.program import Kernel
 
@@ -75,14 +75,16 @@ def repeated_seconds(run: Repeated, device: torch.device, budget_s: float = CASE
     return middle_mean(times)
 
 
-def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S, *, turn_bytes: int | None = None) -> float:
+def measure_case(
+    case: KernelCase, device: torch.device, budget_s: float = CASE_S, *, turn_bytes: int | None = None
+) -> float:
     """Seconds of one call of a kernel, called as `repeated_case` does."""
     run = repeated_case(case, device, turn_bytes=turn_bytes, budget_s=budget_s)
     return repeated_seconds(run, device, budget_s)
 
 
 def repeated_case(
-    case: Case, device: torch.device, *, turn_bytes: int | None = None, budget_s: float | None = None
+    case: KernelCase, device: torch.device, *, turn_bytes: int | None = None, budget_s: float | None = None
 ) -> Repeated:
     """Prepare a kernel to be called so many times.
 
@@ -127,7 +129,7 @@ def _calls(once_s: float, budget_s: float) -> int:
     return max(1, min(MOST_CALLS, int(budget_s / REPEATS / once_s)))
 
 
-def cost_among_others(cases: Sequence[Case], device: torch.device) -> tuple[float, ...]:
+def cost_among_others(cases: Sequence[KernelCase], device: torch.device) -> tuple[float, ...]:
     """Seconds that each kernel takes longer among others than in a loop of its own.
 
     In a step every call finds the caches full of other code and data; here each case runs after a copy
@@ -156,7 +158,7 @@ def _call_s(act: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _closure(case: Case, inputs: list[Tensor], *, keeps: bool = False) -> Callable[[], None]:
+def _closure(case: KernelCase, inputs: list[Tensor], *, keeps: bool = False) -> Callable[[], None]:
     """One action of the executor: read slots, call, store the result, release it unless the next call is to."""
     slots: list[object] = [*inputs, None]
     numbers, target, freed = list(range(len(inputs))), len(inputs), [] if keeps else [len(inputs)]
@@ -177,7 +179,7 @@ def _closure(case: Case, inputs: list[Tensor], *, keeps: bool = False) -> Callab
     return act
 
 
-def _input_sets(case: Case, device: torch.device, turn_bytes: int) -> list[list[Tensor]]:
+def _input_sets(case: KernelCase, device: torch.device, turn_bytes: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
     first = _inputs(case, device, generator)
     held = max(1, sum(tensor.nbytes for tensor in first))
@@ -186,7 +188,7 @@ def _input_sets(case: Case, device: torch.device, turn_bytes: int) -> list[list[
     return [first, *([tensor.clone() for tensor in first] for _ in range(copies - 1))]
 
 
-def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> list[Tensor]:
+def _inputs(case: KernelCase, device: torch.device, generator: torch.Generator) -> list[Tensor]:
     dtype = getattr(torch, case.dtype)
     made = [torch.rand(shape, generator=generator).to(device, dtype) for shape in case.shapes]
     if case.high:

@@ -1,7 +1,7 @@
 """Pipeline schedules: generated, imported, and their published formulas."""
 
 from simulator.schedules.exchange import format_schedule_csv, parse_schedule_csv
-from simulator.schedules.formulas import FORMULAS, Formulas, Shape
+from simulator.schedules.formulas import FORMULAS, Formulas, ScheduleSize
 from simulator.schedules.generators import SCHEDULES, TWO_CHUNKS, make_schedule
 from simulator.schedules.schedule import Action, ActionKind, Schedule, check_schedule
 
@@ -13,7 +13,7 @@ __all__ = [
     "ActionKind",
     "Formulas",
     "Schedule",
-    "Shape",
+    "ScheduleSize",
     "check_schedule",
     "format_schedule_csv",
     "make_schedule",

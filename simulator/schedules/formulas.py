@@ -18,7 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ScheduleSize:
     """What a formula is about: p ranks, m micro-batches, v stages a rank, F, I, W and F&B in seconds.
 
     A whole backward pass takes I + W. ``overlapped_s`` is a forward and a backward pass at once (DualPipe), for
@@ -45,61 +45,61 @@ class Shape:
 class Formulas:
     """``bubble_s(shape)``, ``peak(shape)`` (ranks,) or the largest of all ranks (1,), and where both hold."""
 
-    bubble_s: Callable[[Shape], float]
-    peak: Callable[[Shape], FloatArray]
+    bubble_s: Callable[[ScheduleSize], float]
+    peak: Callable[[ScheduleSize], FloatArray]
     source: str
-    applies: Callable[[Shape], bool] = lambda shape: shape.micro_batches >= shape.ranks
+    applies: Callable[[ScheduleSize], bool] = lambda shape: shape.micro_batches >= shape.ranks
 
 
-def _ranks(shape: Shape) -> FloatArray:
+def _ranks(shape: ScheduleSize) -> FloatArray:
     return np.arange(shape.ranks, dtype=np.float64)
 
 
-def _one_forward_one_backward_bubble(shape: Shape) -> float:
+def _one_forward_one_backward_bubble(shape: ScheduleSize) -> float:
     """``(p - 1)(F + B)`` of a stage: with v stages a rank, ``(p - 1)(F + B) / v`` of all that the rank holds."""
     return (shape.ranks - 1) * (shape.forward_s + shape.backward_s)
 
 
-def _zb_h1_bubble(shape: Shape) -> float:
+def _zb_h1_bubble(shape: ScheduleSize) -> float:
     """``(p - 1)(F + I - W)``, in DeepSeek's letters ``(p - 1)(F + B - 2W)`` with ``B = I + W``."""
     return (shape.ranks - 1) * (shape.forward_s + shape.input_gradient_s - shape.weight_gradient_s)
 
 
-def _zb_h2_bubble(shape: Shape) -> float:
+def _zb_h2_bubble(shape: ScheduleSize) -> float:
     """``(p - 1)(F + I - 2W)``."""
     return (shape.ranks - 1) * (shape.forward_s + shape.input_gradient_s - 2 * shape.weight_gradient_s)
 
 
-def _dualpipe_bubble(shape: Shape) -> float:
+def _dualpipe_bubble(shape: ScheduleSize) -> float:
     """``(p/2 - 1)(F&B + B - 3W)``."""
     time = shape.overlapped_s + shape.backward_s - 3 * shape.weight_gradient_s
     return (shape.ranks / 2 - 1) * time
 
 
-def _dualpipe_v_bubble(shape: Shape) -> float:
+def _dualpipe_v_bubble(shape: ScheduleSize) -> float:
     """DualPipe's with a rank in place of two: ``(p - 1)(F&B + B - 3W)``."""
     return (shape.ranks - 1) * (shape.overlapped_s + shape.backward_s - 3 * shape.weight_gradient_s)
 
 
-def _zb_h1_peak(shape: Shape) -> FloatArray:
+def _zb_h1_peak(shape: ScheduleSize) -> FloatArray:
     """``(p - r) M_B + r M_W`` on rank r = 0, 1, ..."""
     rank = _ranks(shape)
     return shape.ranks - rank + rank * shape.weight_share
 
 
-def _zb_h2_peak(shape: Shape) -> FloatArray:
+def _zb_h2_peak(shape: ScheduleSize) -> FloatArray:
     """``(2 (p - r) - 1) M_B + 2 r M_W`` on rank r = 0, 1, ...; the last forward pass ahead is what runs."""
     rank = _ranks(shape)
     return 2 * (shape.ranks - rank) - 1 + 2 * rank * shape.weight_share
 
 
-def _interleaved_peak(shape: Shape) -> FloatArray:
+def _interleaved_peak(shape: ScheduleSize) -> FloatArray:
     """``(v - 1) p + 2 (p - 1 - r) + 1``; on rank 0 the paper's ``1 + (p - 1) / (p v)`` times 1F1B's ``p v``."""
     warmup = (shape.chunks - 1) * shape.ranks + 2 * (shape.ranks - 1 - _ranks(shape))
     return np.minimum(warmup + 1, shape.micro_batches * shape.chunks)
 
 
-def _dualpipe_applies(shape: Shape) -> bool:
+def _dualpipe_applies(shape: ScheduleSize) -> bool:
     equal = shape.forward_s == shape.input_gradient_s
     return equal and shape.weight_gradient_s <= shape.forward_s and shape.micro_batches >= 2 * shape.ranks
 

@@ -55,7 +55,7 @@ class NodeSpec:
     profile: str = ""
 
 
-class Place:
+class MachinePlace:
     """Where one machine is built: its number, its first device, and the names of its vertices."""
 
     def __init__(self, links: Links, spec: NodeSpec, node: int, first: int) -> None:
@@ -104,7 +104,7 @@ def node_topology(spec: NodeSpec) -> Topology:
 def add_node(links: Links, spec: NodeSpec, *, node: int, first: int) -> list[str]:
     """Add machine `node` with devices from number `first`; returns the names of its NICs."""
     check_spec(spec)
-    place = Place(links, spec, node, first)
+    place = MachinePlace(links, spec, node, first)
     NODES[spec.kind](place)
     nics = [place.name(f"nic{number}") for number in range(spec.nics)]
     for nic in nics:
@@ -118,44 +118,44 @@ def devices_of_nic(spec: NodeSpec, number: int) -> range:
     return range(number * run, (number + 1) * run)
 
 
-def nvswitch(place: Place) -> None:
+def nvswitch(place: MachinePlace) -> None:
     """All devices on one switch that never blocks; it stands for all NVSwitch planes, over which packets spread."""
     switch = place.links.vertex(place.name("nvswitch"), "switch", node=place.node)
     for device in place.devices:
         place.links.join(device, switch, place.spec.bandwidth_bytes_per_s, place.spec.latency_s / 2, "NVLink")
 
 
-def hybrid_cube_mesh(place: Place) -> None:
+def hybrid_cube_mesh(place: MachinePlace) -> None:
     """Two NVLink quads and the edges of a cube between them (DGX-1); two host bridges beside it."""
     for (one, other), bricks in HYBRID_CUBE_MESH.items():
         place.wire(one, other, place.spec.bandwidth_bytes_per_s * bricks / BRICKS, "NVLink")
     place.hosts((place.devices[:4], place.devices[4:]))
 
 
-def ring(place: Place) -> None:
+def ring(place: MachinePlace) -> None:
     """Every device linked to the next and the last to the first."""
     count = place.spec.devices
     for rank in range(count if count > 2 else count - 1):
         place.wire(rank, (rank + 1) % count, place.spec.bandwidth_bytes_per_s / min(2, count - 1), "NVLink")
 
 
-def full_mesh(place: Place) -> None:
+def full_mesh(place: MachinePlace) -> None:
     """A link between every two devices (Atlas 800T A2: 7 HCCS links a device)."""
     for one, other in itertools.combinations(range(place.spec.devices), 2):
         place.wire(one, other, place.spec.bandwidth_bytes_per_s / (place.spec.devices - 1), "HCCS")
 
 
-def hccs_quads(place: Place) -> None:
+def hccs_quads(place: MachinePlace) -> None:
     """Full meshes of four that meet in the host (Atlas 800: devices 0-3 and 4-7)."""
     _islands(place, 4, "HCCS")
 
 
-def nvlink_islands(place: Place) -> None:
+def nvlink_islands(place: MachinePlace) -> None:
     """Full meshes of `group` that meet in the host: pairs of cards with NVLink bridges."""
     _islands(place, place.spec.group, "NVLink")
 
 
-def _islands(place: Place, size: int, kind: str) -> None:
+def _islands(place: MachinePlace, size: int, kind: str) -> None:
     starts = range(0, place.spec.devices, size)
     for start in starts:
         for one, other in itertools.combinations(range(start, start + size), 2):
@@ -163,7 +163,7 @@ def _islands(place: Place, size: int, kind: str) -> None:
     place.hosts([place.devices[start : start + size] for start in starts])
 
 
-def pcie_tree(place: Place) -> None:
+def pcie_tree(place: MachinePlace) -> None:
     """PCIe switches of `group` devices; half of the switches below each of two host bridges.
 
     A switch has one link of a device's speed upwards; the bridges are joined by ``host_bandwidth_bytes_per_s``.
@@ -185,7 +185,7 @@ def pcie_tree(place: Place) -> None:
     links.join(bridges[0], bridges[1], between, spec.host_latency_s, "host")
 
 
-def supernode(place: Place) -> None:
+def supernode(place: MachinePlace) -> None:
     """Two tiers of switches: `group` devices on a first, all first ones on a second that never blocks (CloudMatrix)."""
     links, spec = place.links, place.spec
     top = links.vertex(place.name("l2"), "switch", node=place.node)
@@ -198,7 +198,7 @@ def supernode(place: Place) -> None:
         links.join(switch, top, spec.bandwidth_bytes_per_s * len(below), spec.host_latency_s / 2, "UB")
 
 
-def torus(place: Place) -> None:
+def torus(place: MachinePlace) -> None:
     """Rings along every dimension of `shape`; a device's bandwidth divides evenly among its links."""
     shape = place.spec.shape
     degree = sum(min(2, size - 1) for size in shape)
@@ -219,7 +219,7 @@ def torus_edges(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return edges
 
 
-NODES: Mapping[str, Callable[[Place], None]] = {
+NODES: Mapping[str, Callable[[MachinePlace], None]] = {
     "nvswitch": nvswitch,
     "hybrid-cube-mesh": hybrid_cube_mesh,
     "ring": ring,

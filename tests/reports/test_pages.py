@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reports import page
-from reports.demo import Command, Comparison, comparison_text, demo_page
+from reports.demo import Command, DemoRun, comparison_text, demo_page
 from reports.what_if import what_if_page, write_what_if_page
 from tests.results import infeasible_result, make_plan, make_rows
 
@@ -88,9 +88,9 @@ def test_tables_mark_their_headings() -> None:
 
 
 @pytest.fixture
-def comparison() -> Comparison:
+def comparison() -> DemoRun:
     """A made-up run."""
-    return Comparison(
+    return DemoRun(
         name="MLP",
         plan=make_plan(2, 1),
         prediction={"step_time_s": 0.004, "interval_s": [0.003, 0.005]},
@@ -112,7 +112,7 @@ def comparison() -> Comparison:
     )
 
 
-def test_predicted_stands_beside_measured(comparison: Comparison) -> None:
+def test_predicted_stands_beside_measured(comparison: DemoRun) -> None:
     text = comparison_text([comparison])
     assert re.search(r"MLP +step time +4\.00 ms \(3\.00–5\.00 ms\) +5\.00 ms \(4\.50–6\.00 ms\) +-20\.0 %", text)
     assert re.search(r"MLP +peak memory +1\.00 MiB +2\.00 MiB +-50\.0 %", text)

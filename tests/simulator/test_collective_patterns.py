@@ -10,7 +10,7 @@ from math import sqrt
 import pytest
 
 from simulator.collective_patterns import direct_send, pairwise_all_to_all, ring_gather
-from simulator.collectives import ALGORITHMS, Cost, pinned_cost
+from simulator.collectives import ALGORITHMS, CollectiveCost, pinned_cost
 from simulator.errors import ProfileError
 from simulator.flows import Message
 from simulator.hardware import FabricGraph, Hardware, Level, NodeGraph
@@ -41,7 +41,9 @@ def topology(kind: str = "nvswitch") -> Topology:
     return topology_graph(cluster(kind), 64)
 
 
-def formula(collective: Collective, algorithm: str, size: int, stride: int = 1, kind: str = "nvswitch") -> Cost:
+def formula(
+    collective: Collective, algorithm: str, size: int, stride: int = 1, kind: str = "nvswitch"
+) -> CollectiveCost:
     return pinned_cost(cluster(kind), collective, group_shape(cluster(kind), size, stride), algorithm)
 
 

@@ -19,13 +19,13 @@ from simulator.pipeline import (
     simulate_pipeline,
     step_of_passes,
 )
-from simulator.schedules import FORMULAS, SCHEDULES, Schedule, Shape, make_schedule, parse_schedule_csv
+from simulator.schedules import FORMULAS, SCHEDULES, Schedule, ScheduleSize, make_schedule, parse_schedule_csv
 from tests.simulator.test_schedules import EVERY, shapes
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 1.5, 1.25), (1.0, 2.0, 0.75)]
 
 
-def simulated(name: str, shape: Shape) -> PipelineResult:
+def simulated(name: str, shape: ScheduleSize) -> PipelineResult:
     schedule = make_schedule(name, shape.ranks, shape.micro_batches, shape.chunks)
     costs = PipelineCosts(
         forward_s=shape.forward_s,
@@ -38,12 +38,12 @@ def simulated(name: str, shape: Shape) -> PipelineResult:
     return simulate_pipeline(schedule, costs)
 
 
-def applicable(name: str) -> list[Shape]:
+def applicable(name: str) -> list[ScheduleSize]:
     """Shapes for which a paper's formula of a schedule holds; chunks are stages of a rank."""
     chunks = {"interleaved_1f1b": (1, 2, 4), "zbv": (2,), "dualpipe": (2,), "dualpipe_v": (2,)}.get(name, (1,))
     ranks = (1,) if name == "gradient_accumulation" else (2, 4, 6)
     found = [
-        Shape(
+        ScheduleSize(
             ranks=p,
             micro_batches=m * p,
             chunks=v,
@@ -79,19 +79,21 @@ def test_bubble_and_memory_are_those_of_the_paper(name: str) -> None:
 
 def test_formulas_are_those_printed_in_the_papers() -> None:
     """Figures of the papers by hand: p = 8, m = 32; F = 1, I = 1, W = 0.5."""
-    shape = Shape(ranks=8, micro_batches=32, forward_s=1, input_gradient_s=1, weight_gradient_s=0.5, overlapped_s=2.5)
+    shape = ScheduleSize(
+        ranks=8, micro_batches=32, forward_s=1, input_gradient_s=1, weight_gradient_s=0.5, overlapped_s=2.5
+    )
     assert FORMULAS["1f1b"].bubble_s(shape) == 7 * 2.5
     assert FORMULAS["zb_h1"].bubble_s(shape) == 7 * (1 + 1.5 - 2 * 0.5)
     assert FORMULAS["dualpipe"].bubble_s(shape) == 3 * (2.5 + 1.5 - 3 * 0.5)
     assert FORMULAS["dualpipe"].peak(shape)[0] == 9
-    chunked = Shape(ranks=8, micro_batches=32, chunks=4)
+    chunked = ScheduleSize(ranks=8, micro_batches=32, chunks=4)
     assert FORMULAS["interleaved_1f1b"].peak(chunked)[0] == 8 * 4 * (1 + 7 / (8 * 4))
     ratio = FORMULAS["gpipe"].bubble_s(shape) / (32 * 2.5 + FORMULAS["gpipe"].bubble_s(shape))
     assert ratio == pytest.approx((8 - 1) / (32 + 8 - 1))
 
 
 def test_interleaving_divides_the_bubble_of_the_same_network() -> None:
-    whole, halves = Shape(ranks=4, micro_batches=8), Shape(
+    whole, halves = ScheduleSize(ranks=4, micro_batches=8), ScheduleSize(
         ranks=4, micro_batches=8, chunks=2, forward_s=0.5, input_gradient_s=0.5, weight_gradient_s=0.5
     )  # fmt: skip
     assert simulated("interleaved_1f1b", halves).bubble_s.max() == simulated("1f1b", whole).bubble_s.max() / 2

@@ -22,7 +22,7 @@ FOREIGN = re.compile(r"((feed_forward|attention|attention_norm|ffn_norm)\b|\.\*)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class LayerChoice:
     """Parts of some layers.
 
     ``pattern`` is a regular expression for the whole name of a module or operator inside a layer (``mlp.act.*``), or
@@ -79,7 +79,7 @@ class Layer:
             selective=frozenset(found[SELECTIVE] & names.keys()),
         )
 
-    def matching(self, choice: Choice) -> frozenset[int]:
+    def matching(self, choice: LayerChoice) -> frozenset[int]:
         """Operators that a pattern names; ContextError where there are none."""
         if choice.pattern == EVERYTHING:
             return self.selective
@@ -124,7 +124,7 @@ def _names(module: str, operator: str) -> tuple[str, ...]:
     return (*own, *outer)
 
 
-def layer_mode(layer: Layer, whole: bool, chosen: Sequence[Choice], left_out: Sequence[Choice]) -> str:
+def layer_mode(layer: Layer, whole: bool, chosen: Sequence[LayerChoice], left_out: Sequence[LayerChoice]) -> str:
     """The recomputation of a layer, whole or of the chosen parts, but for what is left out.
 
     Raises
@@ -158,7 +158,7 @@ def layer_mode(layer: Layer, whole: bool, chosen: Sequence[Choice], left_out: Se
     )
 
 
-def read_choices(key: str, value: Any) -> tuple[Choice, ...]:
+def read_choices(key: str, value: Any) -> tuple[LayerChoice, ...]:
     """Read True, counts of layers, a list of patterns, or patterns with what each is for.
 
     Raises
@@ -175,7 +175,7 @@ def read_choices(key: str, value: Any) -> tuple[Choice, ...]:
     else:
         given = {EVERYTHING: value}
     found = (
-        Choice(key=key, pattern=pattern, counts=read_counts(f"{key}[{pattern!r}]" if pattern else key, counts))
+        LayerChoice(key=key, pattern=pattern, counts=read_counts(f"{key}[{pattern!r}]" if pattern else key, counts))
         for pattern, counts in given.items()
     )
     return tuple(choice for choice in found if choice.counts)

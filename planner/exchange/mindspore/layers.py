@@ -12,8 +12,8 @@ from planner.exchange.mindspore.layer_modes import (
     KEPT,
     SELECTIVE,
     WHOLE,
-    Choice,
     Layer,
+    LayerChoice,
     is_foreign,
     layer_mode,
     read_choices,
@@ -47,9 +47,9 @@ class LayerSettings:
 
     offset: tuple[tuple[int, ...], ...] = ()
     recompute: LayerCounts | None = None
-    select: tuple[Choice, ...] = ()
-    exclude: tuple[Choice, ...] = ()
-    messages: tuple[Choice, ...] = ()
+    select: tuple[LayerChoice, ...] = ()
+    exclude: tuple[LayerChoice, ...] = ()
+    messages: tuple[LayerChoice, ...] = ()
     resends: bool = True
     swaps: tuple[SwapRule, ...] = ()
     groups: int | None = None

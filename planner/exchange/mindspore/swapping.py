@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planner.exchange.mindspore.layer_counts import LayerCounts
-from planner.exchange.mindspore.layer_modes import Choice, pattern_of
+from planner.exchange.mindspore.layer_modes import LayerChoice, pattern_of
 from planner.networks.marks import Swap, prefetched
 from simulator.checks import boolean, integer, unknown
 from simulator.errors import ContextError
@@ -117,7 +117,7 @@ def swapped_layers(rules: Sequence[SwapRule], layer: Layer, count: int) -> dict[
             found[number] = Swap(prefetch=max(whole))
             continue
         prefetch = max(rule.prefetch for rule in mine)
-        chosen = [Choice(key=rule.key, pattern=rule.pattern, counts=ALL) for rule in mine]
+        chosen = [LayerChoice(key=rule.key, pattern=rule.pattern, counts=ALL) for rule in mine]
         nodes = sorted(frozenset[int]().union(*map(layer.matching, chosen)))
         found[number] = Swap(prefetch=prefetch, operators=tuple(layer.inner[node] for node in nodes))
     return found

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planner.execution.data.samples import Batches, InputSpec, Position
+from planner.execution.data.samples import Batches, BatchInput, Position
 from planner.execution.job import batch_shard, own_piece
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.sequence import SequenceCut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class LoadedShare:
     """What a rank gets of one input: the input as all ranks together have it, and how it is cut among them.
 
     ``placements`` hold, for each mesh axis, the dim that it cuts, or −1; ``cut`` is how a context axis cuts sequences.
     """
 
-    spec: InputSpec
+    spec: BatchInput
     placements: Placements
     cut: SequenceCut | None = None
 
@@ -50,7 +50,7 @@ class Loader:
     def __init__(
         self,
         batches: Batches,
-        shares: Sequence[Share],
+        shares: Sequence[LoadedShare],
         mesh: Mesh,
         coordinates: tuple[int, ...],
         *,

@@ -26,9 +26,9 @@ PIECE = 1 << 24
 """Tokens that are looked through at a time."""
 
 Rows = NDArray[np.int64]
-Sample = Callable[["InputSpec", Rows], Tensor]
+Sample = Callable[["BatchInput", Rows], Tensor]
 """Makes the rows of one input; the first dim of the result is the number of rows."""
-Check = Callable[[tuple["InputSpec", ...]], None]
+Check = Callable[[tuple["BatchInput", ...]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputSpec:
+class BatchInput:
     """What a network asks of one input: its kind, whole shape, dtype and bound (vocabulary or classes)."""
 
     name: str
@@ -79,7 +79,7 @@ class Batches:
     dataset: Dataset
     seed: int
 
-    def load(self, spec: InputSpec, start: int, shard: Shard = Shard()) -> Tensor:
+    def load(self, spec: BatchInput, start: int, shard: Shard = Shard()) -> Tensor:
         """Load one shard of the batch whose first sample is at position `start`.
 
         Returns a tensor of shape ``(spec.shape[0] / num_shards, *spec.shape[1:])``.
@@ -104,7 +104,7 @@ def _order(seed: int, epoch: int, samples: int) -> Rows:
     return np.random.default_rng((seed, epoch)).permutation(samples)
 
 
-def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> Dataset:
+def open_dataset(name: str | None, specs: tuple[BatchInput, ...], seed: int) -> Dataset:
     """Open a data set that can feed every input of a network.
 
     Parameters
@@ -142,7 +142,7 @@ def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> D
     )
 
 
-def check_dataset(dataset: Dataset, specs: tuple[InputSpec, ...]) -> None:
+def check_dataset(dataset: Dataset, specs: tuple[BatchInput, ...]) -> None:
     """Take one sample for every input and look through all; InputError where they are not what the network asks."""
     for spec in specs:
         one = replace(spec, shape=(1, *spec.shape[1:]))
@@ -177,7 +177,7 @@ def _images(description: str, pixels: NDArray[np.uint8], labels: NDArray[np.uint
     with_channels = pixels[:, None] if pixels.ndim == 3 else pixels
     classes = int(labels.max()) + 1
 
-    def sample(spec: InputSpec, rows: Rows) -> Tensor:
+    def sample(spec: BatchInput, rows: Rows) -> Tensor:
         if spec.kind == "label":
             if spec.high is not None and spec.high < classes:
                 raise InputError(f"{description} has {classes} classes, the network {spec.high}; "
@@ -191,7 +191,7 @@ def _images(description: str, pixels: NDArray[np.uint8], labels: NDArray[np.uint
     return Dataset(description=description, samples=len(labels), sample=sample)
 
 
-def _resized(pixels: Tensor, spec: InputSpec) -> Tensor:
+def _resized(pixels: Tensor, spec: BatchInput) -> Tensor:
     """Scale pixels (n, C, H, W) of 0 to 255 to [-1, 1], and to the image or feature shape of `spec`."""
     if spec.kind == "image" and len(spec.shape) == 4:
         channels, height, width = spec.shape[1:]
@@ -210,13 +210,13 @@ def _resized(pixels: Tensor, spec: InputSpec) -> Tensor:
     return sized.reshape(len(pixels), *spec.shape[1:]).to(spec.dtype)
 
 
-def _text(place: str, specs: tuple[InputSpec, ...]) -> Dataset:
+def _text(place: str, specs: tuple[BatchInput, ...]) -> Dataset:
     path = Path(place) if place else _bundled_text()
     content = np.frombuffer(TEXT.read(path), np.uint8)
     return _windows(content, f"text file {path}", f"bytes of {place or path.name}", specs)
 
 
-def _windows(content: Tokens, source: str, description: str, specs: tuple[InputSpec, ...]) -> Dataset:
+def _windows(content: Tokens, source: str, description: str, specs: tuple[BatchInput, ...]) -> Dataset:
     """Serve windows of consecutive tokens, one behind the other; the next tokens are those one place later."""
     language = [spec for spec in specs if spec.kind in LANGUAGE_KINDS]
     for spec in language:
@@ -231,7 +231,7 @@ def _windows(content: Tokens, source: str, description: str, specs: tuple[InputS
         unit = "bytes" if content.dtype == np.uint8 else "tokens"
         raise InputError(f"{source} has {len(content)} {unit}, a sample needs {length + 1}; give a longer one")
 
-    def sample(spec: InputSpec, rows: Rows) -> Tensor:
+    def sample(spec: BatchInput, rows: Rows) -> Tensor:
         if spec.kind not in LANGUAGE_KINDS:
             raise InputError(f"text cannot feed input {spec.name!r} of kind {spec.kind!r}; use --data synthetic")
         starts = rows * length + (1 if spec.kind == "next_tokens" else 0)
@@ -241,7 +241,7 @@ def _windows(content: Tokens, source: str, description: str, specs: tuple[InputS
             _check_vocabulary(content, places, tokens, spec.high, source)
         return torch.from_numpy(tokens)
 
-    def check(specs: tuple[InputSpec, ...]) -> None:
+    def check(specs: tuple[BatchInput, ...]) -> None:
         bounds = [spec.high for spec in specs if spec.kind in LANGUAGE_KINDS and spec.high is not None]
         if not bounds or np.iinfo(content.dtype).max < min(bounds):
             return
@@ -273,13 +273,13 @@ def _bundled_text() -> Path:
 
 
 def _synthetic(seed: int) -> Dataset:
-    def one(spec: InputSpec, row: int) -> NDArray[np.float64]:
+    def one(spec: BatchInput, row: int) -> NDArray[np.float64]:
         generator = np.random.default_rng((seed, row, *spec.name.encode()))
         if spec.dtype.is_floating_point:
             return generator.standard_normal(spec.shape[1:])
         return generator.integers(0, spec.high or 2, spec.shape[1:]).astype(np.float64)
 
-    def sample(spec: InputSpec, rows: Rows) -> Tensor:
+    def sample(spec: BatchInput, rows: Rows) -> Tensor:
         return torch.from_numpy(np.stack([one(spec, int(row)) for row in rows])).to(spec.dtype)
 
     return Dataset(description="synthetic", samples=SYNTHETIC_SAMPLES, sample=sample)

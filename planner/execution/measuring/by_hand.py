@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.execution.data.samples import Batches, InputSpec, Shard, open_dataset
+from planner.execution.data.samples import Batches, BatchInput, Shard, open_dataset
 from planner.execution.job import Job
 from planner.execution.optimizers import Hyperparameters
 from planner.networks import load_network
@@ -27,7 +27,7 @@ from planner.networks.zoo.mlp import MultilayerPerceptron
 from simulator.errors import InputError
 
 
-class Way(StrEnum):
+class HandSplit(StrEnum):
     """How the work is split."""
 
     DDP = "DDP"
@@ -39,17 +39,17 @@ class Way(StrEnum):
 class HandWritten:
     """Training by hand: the same network, data, seed and optimizer as a plan's on as many processes."""
 
-    way: Way
+    way: HandSplit
     network: str
     sequence_length: int | None
-    inputs: tuple[InputSpec, ...]
+    inputs: tuple[BatchInput, ...]
     data: str | None
     optimizer: str
     constants: Hyperparameters
     seed: int
 
 
-def like(job: Job, way: Way) -> HandWritten:
+def like(job: Job, way: HandSplit) -> HandWritten:
     """Work by hand that trains what a job trains."""
     return HandWritten(
         way=way,
@@ -76,7 +76,7 @@ class HandTrainer:
         whole = load_network(work.network, sequence_length=work.sequence_length).build(work.seed)
         self._module, parameters = _wrapped(work.way, whole)
         self._optimizer = _optimizer(work, parameters)
-        split = work.way is not Way.TENSOR
+        split = work.way is not HandSplit.TENSOR
         self._shard = Shard(num_shards=dist.get_world_size(), shard_id=dist.get_rank()) if split else Shard()
         self._data = Batches(dataset=open_dataset(work.data, work.inputs, work.seed), seed=work.seed)
         self._inputs = work.inputs
@@ -97,11 +97,11 @@ class HandTrainer:
         return float(loss.detach()), seconds
 
 
-def _wrapped(way: Way, module: nn.Module) -> tuple[Callable[..., Tensor], Sequence[nn.Parameter]]:
-    if way is Way.DDP:
+def _wrapped(way: HandSplit, module: nn.Module) -> tuple[Callable[..., Tensor], Sequence[nn.Parameter]]:
+    if way is HandSplit.DDP:
         wrapped = DistributedDataParallel(module)
         return wrapped, list(wrapped.parameters())
-    if way is Way.FSDP2:
+    if way is HandSplit.FSDP2:
         for child in module.modules():
             if isinstance(child, nn.ModuleList):
                 for block in child:

@@ -46,8 +46,8 @@ class RankRecord:
     machine: str
 
 
-class Recorder:
-    """The clocks of one rank; a `planner.execution.machine.Watch` that costs next to nothing while it is off."""
+class RankClocks:
+    """The clocks of one rank; a `planner.execution.machine.Probe` that costs next to nothing while it is off."""
 
     def __init__(self, lowered: LoweredStages, rank: int, device: torch.device) -> None:
         self.recording = False

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from planner.execution.job import Job
-from planner.execution.measuring.by_hand import HandTrainer, HandWritten, Way, like
+from planner.execution.measuring.by_hand import HandSplit, HandTrainer, HandWritten, like
 from planner.execution.worker import Trainer
 from simulator.calibration.launch import run_workers
 
@@ -53,7 +53,7 @@ def rounds_within(seconds: float, step_s: float) -> tuple[int, int]:
     return ROUNDS, max(1, min(MOST_STEPS, int(seconds / (2 * step_s * ROUNDS))))
 
 
-def take_turns(job: Job, way: Way, rounds: int, steps: int) -> Turns:
+def take_turns(job: Job, way: HandSplit, rounds: int, steps: int) -> Turns:
     """Train as a job and by hand on new processes of this machine, in rounds of blocks of `steps` of each.
 
     Raises

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from planner.execution.groups import Groups, make_groups
-from planner.execution.virtual.script import Begin, Deed, End, Post, Work, messages
+from planner.execution.virtual.script import BeginMessage, Computation, Deed, End, Post, messages
 from simulator.program import Collective
 
 DISTURBANCE = 0.005
@@ -45,7 +45,7 @@ class VirtualJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class MeasuredSteps:
     """What one rank measured, in seconds of the devices: its steps by the machine's clock and by its own."""
 
     seconds: tuple[float, ...]
@@ -54,7 +54,7 @@ class Steps:
     message_s: float
 
 
-def run_rank(job: VirtualJob) -> Steps:
+def run_rank(job: VirtualJob) -> MeasuredSteps:
     """Run a job's steps as one of its ranks."""
     os.environ.update(CONNECT_LATE)
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -67,7 +67,7 @@ def run_rank(job: VirtualJob) -> Steps:
         found = rank.steps(stretch, job.steps)
         dist.barrier()
         seconds, undelayed = (tuple(one / stretch for one in row) for row in zip(*found, strict=True))
-        return Steps(seconds=seconds, undelayed=undelayed, stretch=stretch, message_s=message_s)
+        return MeasuredSteps(seconds=seconds, undelayed=undelayed, stretch=stretch, message_s=message_s)
     finally:
         dist.destroy_process_group()
 
@@ -160,10 +160,10 @@ class _Rank:
     def _step(self, stretch: float, busy: _Moment) -> _Moment:
         """Run one step of a rank that is busy until then; returns until when it is after it."""
         links: dict[int, _Moment] = {}
-        under_way: dict[int, tuple[Begin, dist.Work | None, torch.Tensor]] = {}
+        under_way: dict[int, tuple[BeginMessage, dist.Work | None, torch.Tensor]] = {}
         posted: list[tuple[dist.Work | None, torch.Tensor]] = []
         for deed in self.script:
-            if isinstance(deed, Work):
+            if isinstance(deed, Computation):
                 busy = busy.later(deed.seconds * self.factor * stretch)
                 continue
             if isinstance(deed, End):
@@ -176,7 +176,7 @@ class _Rank:
                 busy = _latest(busy, over).reached()
                 continue
             busy = busy.reached()
-            if isinstance(deed, Begin):
+            if isinstance(deed, BeginMessage):
                 under_way[deed.number] = (deed, *self._send(deed, busy))
             elif isinstance(deed, Post):
                 there = self.base + deed.rank * self.stride
@@ -201,12 +201,12 @@ class _Rank:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found)
 
-    def _seconds(self, deed: Begin | Post, members: Sequence[int]) -> float:
+    def _seconds(self, deed: BeginMessage | Post, members: Sequence[int]) -> float:
         ranks = self.job.link_ranks
         slow = self.job.slow and (ranks is None or any(rank in ranks for rank in members))
         return deed.slow_seconds if slow else deed.seconds
 
-    def _send(self, deed: Begin, now: _Moment) -> tuple[dist.Work | None, torch.Tensor]:
+    def _send(self, deed: BeginMessage, now: _Moment) -> tuple[dist.Work | None, torch.Tensor]:
         """Start the collective; moments at which ranks sent their parts come back, the last among them."""
         group, size = self.groups[deed.axis], len(self.members[deed.axis])
         mine = now.stamp()

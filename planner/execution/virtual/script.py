@@ -25,14 +25,14 @@ from simulator.timing import task_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Computation:
     """Computation."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
+class BeginMessage:
     """Send one's part of message `number` to the group of an axis; it takes so long once all have sent theirs.
 
     ``slow_seconds`` is what it takes where a link of the group is slow.
@@ -64,14 +64,14 @@ class Post:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch:
+class Receive:
     """Receive from the pipeline rank of a stage."""
 
     rank: int
     tag: int
 
 
-Deed = Work | Begin | End | Post | Fetch
+Deed = Computation | BeginMessage | End | Post | Receive
 
 
 @dataclass(slots=True)
@@ -85,10 +85,10 @@ class _Writer:
 
     def work(self, seconds: float) -> None:
         last = self.deeds[-1] if self.deeds else None
-        if isinstance(last, Work):
-            self.deeds[-1] = Work(seconds=last.seconds + seconds)
+        if isinstance(last, Computation):
+            self.deeds[-1] = Computation(seconds=last.seconds + seconds)
         elif seconds > 0:
-            self.deeds.append(Work(seconds=seconds))
+            self.deeds.append(Computation(seconds=seconds))
 
     def settle(self, instruction: Instruction, released: Sequence[str]) -> None:
         """Wait for messages whose results are touched or whose sources change."""
@@ -104,7 +104,7 @@ class _Writer:
 
     def message(self, task: Task, axis: int, instruction: Communicate, seconds: float, slow_seconds: float) -> None:
         assert task.collective is not None
-        begin = Begin(
+        begin = BeginMessage(
             number=self.count, axis=axis, collective=task.collective, seconds=seconds, slow_seconds=slow_seconds
         )
         self.count += 1
@@ -216,7 +216,7 @@ def _rank_script(
         count, direction = lowered.micro_batches, 0 if forward else 1
         if arrives is not None and not last and int(schedule.stage_rank[before]) != rank:
             tag = (before * 2 + direction) * count + batch
-            writer.deeds.append(Fetch(rank=int(schedule.stage_rank[before]), tag=tag))
+            writer.deeds.append(Receive(rank=int(schedule.stage_rank[before]), tag=tag))
         given = one.passes[key]
         _run(writer, lowered, given.instructions, given.tasks, given.releases, times)
         if leaves is not None and not last and int(schedule.stage_rank[behind]) != rank:
@@ -234,7 +234,7 @@ def _rank_script(
             tie = len(lowered.mesh.axes) + lowered.ranks[0].ties.index(tuple(members))
             slow_seconds = float(slow_timed.costs.meetings[place][1])
             writer.deeds += [
-                Begin(number=writer.count, axis=tie, collective=Collective.ALL_REDUCE, seconds=float(seconds),
+                BeginMessage(number=writer.count, axis=tie, collective=Collective.ALL_REDUCE, seconds=float(seconds),
                       slow_seconds=slow_seconds),
                 End(number=writer.count),
             ]  # fmt: skip
@@ -247,5 +247,5 @@ def _rank_script(
 def messages(deeds: Sequence[Deed]) -> Iterator[float]:
     """Seconds of every message of a script."""
     for deed in deeds:
-        if isinstance(deed, Begin | Post):
+        if isinstance(deed, BeginMessage | Post):
             yield deed.seconds

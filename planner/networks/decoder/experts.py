@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from planner.graph.operator_graph import PLACES, BatchSize
 from planner.networks.decoder.operators import elementwise, expand, transpose, unsqueeze, view
-from planner.networks.decoder.tape import Shape, Tape, Value, elements, size
+from planner.networks.decoder.tape import Tape, TapeTensor, TensorShape, elements, size
 from planner.networks.zoo.configs import places_of
 from simulator.program import Kernel
 
 
-def choose_experts(tape: Tape, logits: Value, chosen: int) -> tuple[Value, Value]:
+def choose_experts(tape: Tape, logits: TapeTensor, chosen: int) -> tuple[TapeTensor, TapeTensor]:
     """Write the weights and numbers ``(tokens, chosen)`` of each token's best experts."""
     shares = tape.call("_softmax.default", logits, -1, False, dims=logits.dims, kernel=Kernel.SOFTMAX)
     dims = (logits.dims[0], chosen)
-    shapes = (Shape(dims=dims), Shape(dims=dims, dtype="int64"))
+    shapes = (TensorShape(dims=dims), TensorShape(dims=dims, dtype="int64"))
     best, index = tape.emit("topk.default", (shares, chosen), shapes, kernel=Kernel.REDUCTION)
     total = tape.call("sum.dim_IntList", best, (-1,), True, dims=(dims[0], 1), kernel=Kernel.REDUCTION)
     return elementwise(tape, "div.Tensor", best, total), index
 
 
-def mix_experts(tape: Tape, x: Value, index: Value, weights: Value, parameters: tuple[Value, ...], act: str) -> Value:
+def mix_experts(
+    tape: Tape, x: TapeTensor, index: TapeTensor, weights: TapeTensor, parameters: tuple[TapeTensor, ...], act: str
+) -> TapeTensor:
     """Write the experts' mixture of ``x`` ``(tokens, hidden)``; `act` names the activation's module, if it has one."""
     gate, up, down = parameters
     tokens, experts, chosen, hidden = elements(x.dims[:1]), size(gate.dims[0]), size(index.dims[1]), x.dims[1]
@@ -42,27 +44,29 @@ def mix_experts(tape: Tape, x: Value, index: Value, weights: Value, parameters: 
     return tape.call("sum.dim_IntList", apart, (1,), dims=x.dims, kernel=Kernel.REDUCTION)
 
 
-def _silu(tape: Tape, x: Value, module: str) -> Value:
+def _silu(tape: Tape, x: TapeTensor, module: str) -> TapeTensor:
     if not module:
         return elementwise(tape, "silu.default", x, kernel=Kernel.TRANSCENDENTAL)
     with tape.inside(module):
         return elementwise(tape, "silu.default", x, kernel=Kernel.TRANSCENDENTAL)
 
 
-def bmm(tape: Tape, x: Value, y: Value) -> Value:
+def bmm(tape: Tape, x: TapeTensor, y: TapeTensor) -> TapeTensor:
     """Multiply two stacks of matrices."""
     flops = float(2 * elements(x.dims) * size(y.dims[2]))
     return tape.call("bmm.default", x, y, dims=(*x.dims[:2], y.dims[2]), kernel=Kernel.MATMUL, flops=flops)
 
 
-def _places(tape: Tape, index: Value, chosen: int, experts: int, capacity: int) -> tuple[Value, ...]:
+def _places(tape: Tape, index: TapeTensor, chosen: int, experts: int, capacity: int) -> tuple[TapeTensor, ...]:
     """Write the place of each choice ``(batch, choices)``, whether it has one, and the token of each place."""
     dims, places = index.dims, (index.dims[0], experts * capacity)
-    shapes = tuple(Shape(dims=d, dtype=dtype) for d, dtype in ((dims, "int64"), (dims, "bool"), (places, "int64")))
+    shapes = tuple(
+        TensorShape(dims=d, dtype=dtype) for d, dtype in ((dims, "int64"), (dims, "bool"), (places, "int64"))
+    )
     return tape.emit(PLACES, (index, chosen, experts, capacity), shapes, kernel=Kernel.REDUCTION)
 
 
-def _gather(tape: Tape, x: Value, index: Value) -> Value:
+def _gather(tape: Tape, x: TapeTensor, index: TapeTensor) -> TapeTensor:
     """Take rows ``(batch, choices, hidden)`` of ``x`` by an index ``(batch, choices)``."""
     dims = (*index.dims, x.dims[2])
     wide = expand(tape, unsqueeze(tape, index, -1), dims)

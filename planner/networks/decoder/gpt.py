@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from planner.networks.decoder import layers as write
 from planner.networks.decoder.operators import arange, elementwise, unsqueeze
-from planner.networks.decoder.tape import Dims, Tape, Value, size
+from planner.networks.decoder.tape import Dims, Tape, TapeTensor, size
 from planner.networks.zoo.configs import GPTConfig
 
 
@@ -33,7 +33,7 @@ class ZooGPT:
             yield from _with_bias(f"blocks.{block}.contract", hidden, hidden, 4 * hidden)
         yield from _with_bias("norm", hidden)
 
-    def logits(self, tape: Tape, tokens: Value, blocks: int) -> Value:
+    def logits(self, tape: Tape, tokens: TapeTensor, blocks: int) -> TapeTensor:
         """Write the forward pass of tokens ``(batch, length)``."""
         positions = arange(tape, size(tokens.dims[1]))
         x = write.embedding(tape, "token_embedding", tokens)
@@ -43,7 +43,7 @@ class ZooGPT:
                 x = self._block(tape, x)
         return write.linear(tape, "head", write.layer_norm(tape, "norm", x, 1e-5))
 
-    def _block(self, tape: Tape, x: Value) -> Value:
+    def _block(self, tape: Tape, x: TapeTensor) -> TapeTensor:
         normed = write.layer_norm(tape, "attention_norm", x, 1e-5)
         with tape.inside("attention"):
             head = self.config.hidden // self.config.heads
@@ -91,7 +91,7 @@ class HuggingFaceGPT2:
         if not self.tied_embedding:
             yield "model.lm_head.weight", (self.vocabulary, hidden)
 
-    def logits(self, tape: Tape, tokens: Value, blocks: int) -> Value:
+    def logits(self, tape: Tape, tokens: TapeTensor, blocks: int) -> TapeTensor:
         """Write the forward pass of tokens ``(batch, length)``."""
         with tape.inside("model"):
             with tape.inside("transformer"):
@@ -105,7 +105,7 @@ class HuggingFaceGPT2:
                 x = write.layer_norm(tape, "ln_f", x, self.epsilon)
             return write.linear(tape, "lm_head", x)
 
-    def _block(self, tape: Tape, x: Value) -> Value:
+    def _block(self, tape: Tape, x: TapeTensor) -> TapeTensor:
         normed = write.layer_norm(tape, "ln_1", x, self.epsilon)
         with tape.inside("attn"):
             head = self.hidden // self.heads

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from planner.graph.operator_graph import BatchSize, NetworkInput, OperatorGraph, Parameter
 from planner.networks.decoder.derivatives import DERIVATIVES
 from planner.networks.decoder.layers import cross_entropy
-from planner.networks.decoder.tape import Dims, Tape, Value
+from planner.networks.decoder.tape import Dims, Tape, TapeTensor
 
 if TYPE_CHECKING:
     from planner.networks.inputs import InputSpec
@@ -24,7 +24,7 @@ class Decoder(Protocol):
     def parameters(self, blocks: int) -> Iterator[tuple[str, Dims]]:
         """Names and dims of the parameters, tied ones once, in the module's order."""
 
-    def logits(self, tape: Tape, tokens: Value, blocks: int) -> Value:
+    def logits(self, tape: Tape, tokens: TapeTensor, blocks: int) -> TapeTensor:
         """Write the forward pass of tokens ``(batch, length)``."""
 
 

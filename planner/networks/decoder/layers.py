@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.graph.operator_graph import BatchSize
 from planner.networks.decoder import operators as write
-from planner.networks.decoder.tape import Dims, Tape, Value, elements, size
+from planner.networks.decoder.tape import Dims, Tape, TapeTensor, elements, size
 from simulator.program import Kernel
 
 
@@ -13,7 +13,7 @@ def _rows(dims: Dims) -> Dims:
     return (BatchSize(elements(dims[:-1])), dims[-1])
 
 
-def linear(tape: Tape, name: str, x: Value) -> Value:
+def linear(tape: Tape, name: str, x: TapeTensor) -> TapeTensor:
     """``nn.Linear``, with a bias if it has one."""
     with tape.inside(name):
         weight = tape.own("weight")
@@ -26,7 +26,7 @@ def linear(tape: Tape, name: str, x: Value) -> Value:
         return write.view(tape, made, (*x.dims[:-1], weight.dims[0]))
 
 
-def straight_linear(tape: Tape, name: str, x: Value) -> Value:
+def straight_linear(tape: Tape, name: str, x: TapeTensor) -> TapeTensor:
     """A linear layer with bias whose weight is stored as inputs by outputs, as GPT-2 publishes it."""
     with tape.inside(name):
         weight = tape.own("weight")
@@ -34,19 +34,19 @@ def straight_linear(tape: Tape, name: str, x: Value) -> Value:
         return write.view(tape, made, (*x.dims[:-1], weight.dims[1]))
 
 
-def embedding(tape: Tape, name: str, index: Value, padding: int | None = None) -> Value:
+def embedding(tape: Tape, name: str, index: TapeTensor, padding: int | None = None) -> TapeTensor:
     """``nn.Embedding``; row number `padding` is not trained."""
     with tape.inside(name):
         return write.embedding(tape, tape.own("weight"), index, padding)
 
 
-def layer_norm(tape: Tape, name: str, x: Value, epsilon: float) -> Value:
+def layer_norm(tape: Tape, name: str, x: TapeTensor, epsilon: float) -> TapeTensor:
     """``nn.LayerNorm`` over the last dim."""
     with tape.inside(name):
         return write.layer_norm(tape, x, tape.own("weight"), tape.own("bias"), epsilon)
 
 
-def root_mean_square_norm(tape: Tape, name: str, x: Value, epsilon: float) -> Value:
+def root_mean_square_norm(tape: Tape, name: str, x: TapeTensor, epsilon: float) -> TapeTensor:
     """Scale to unit root mean square, then by a weight."""
     with tape.inside(name):
         square = write.mean_last(tape, write.elementwise(tape, "pow.Tensor_Scalar", x, 2))
@@ -54,33 +54,33 @@ def root_mean_square_norm(tape: Tape, name: str, x: Value, epsilon: float) -> Va
         return multiply(tape, tape.own("weight"), multiply(tape, x, inverse))
 
 
-def add(tape: Tape, x: Value, y: Value) -> Value:
+def add(tape: Tape, x: TapeTensor, y: TapeTensor) -> TapeTensor:
     """Add tensors."""
     return write.elementwise(tape, "add.Tensor", x, y)
 
 
-def multiply(tape: Tape, x: Value, y: Value) -> Value:
+def multiply(tape: Tape, x: TapeTensor, y: TapeTensor) -> TapeTensor:
     """Multiply tensors."""
     return write.elementwise(tape, "mul.Tensor", x, y)
 
 
-def gelu(tape: Tape, x: Value) -> Value:
+def gelu(tape: Tape, x: TapeTensor) -> TapeTensor:
     """The approximation of GELU by a hyperbolic tangent."""
     return write.elementwise(tape, "gelu.default", x, kernel=Kernel.TRANSCENDENTAL, kwargs={"approximate": "tanh"})
 
 
-def silu(tape: Tape, x: Value) -> Value:
+def silu(tape: Tape, x: TapeTensor) -> TapeTensor:
     """SiLU."""
     return write.elementwise(tape, "silu.default", x, kernel=Kernel.TRANSCENDENTAL)
 
 
-def heads(tape: Tape, x: Value, head: int) -> Value:
+def heads(tape: Tape, x: TapeTensor, head: int) -> TapeTensor:
     """From ``(batch, length, heads * head)`` to ``(batch, heads, length, head)``."""
     split = write.view(tape, x, (*x.dims[:-1], size(x.dims[-1]) // head, head))
     return write.transpose(tape, split, 1, 2)
 
 
-def attend(tape: Tape, query: Value, key: Value, value: Value) -> Value:
+def attend(tape: Tape, query: TapeTensor, key: TapeTensor, value: TapeTensor) -> TapeTensor:
     """Attend causally, heads side by side again: ``(batch, length, heads * head)``."""
     groups = size(query.dims[1]) // size(key.dims[1])
     key, value = repeat_heads(tape, key, groups), repeat_heads(tape, value, groups)
@@ -88,7 +88,7 @@ def attend(tape: Tape, query: Value, key: Value, value: Value) -> Value:
     return write.view(tape, mixed, (*mixed.dims[:2], elements(mixed.dims[2:])))
 
 
-def repeat_heads(tape: Tape, x: Value, groups: int) -> Value:
+def repeat_heads(tape: Tape, x: TapeTensor, groups: int) -> TapeTensor:
     """Let `groups` heads in a row share each of ``x`` ``(batch, heads, length, head)``.
 
     The repeats of a single head need no copy to count as heads of their own.
@@ -101,7 +101,7 @@ def repeat_heads(tape: Tape, x: Value, groups: int) -> Value:
     return write.view(tape, repeated, (batch, size(count) * groups, length, head))
 
 
-def rotary_table(tape: Tape, length: int, head: int, base: float) -> tuple[Value, Value]:
+def rotary_table(tape: Tape, length: int, head: int, base: float) -> tuple[TapeTensor, TapeTensor]:
     """Cosines and sines ``(length, head)`` of every position's angles, computed in float64."""
     steps = write.arange(tape, 0, head, 2, dtype="float64")
     exponents = write.elementwise(tape, "div.Tensor", steps, head)
@@ -113,12 +113,12 @@ def rotary_table(tape: Tape, length: int, head: int, base: float) -> tuple[Value
     return _rounded(tape, "cos.default", angles), _rounded(tape, "sin.default", angles)
 
 
-def _rounded(tape: Tape, op: str, angles: Value) -> Value:
+def _rounded(tape: Tape, op: str, angles: TapeTensor) -> TapeTensor:
     exact = write.elementwise(tape, op, angles)
     return write.to_float32(tape, exact)
 
 
-def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
+def cross_entropy(tape: Tape, logits: TapeTensor, labels: TapeTensor) -> TapeTensor:
     """Mean cross entropy of ``(batch, length, vocabulary)`` against ``(batch, length)``."""
     scores = write.log_softmax(tape, write.view(tape, logits, _rows(logits.dims)))
     count = BatchSize(elements(labels.dims))

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from planner.networks.decoder import layers as write
 from planner.networks.decoder.operators import cat, elementwise, halves, slice_last, unsqueeze
-from planner.networks.decoder.tape import Dims, Tape, Value, size
+from planner.networks.decoder.tape import Dims, Tape, TapeTensor, size
 from planner.networks.zoo.configs import LlamaConfig
 
-Table = tuple[Value, Value]
+Table = tuple[TapeTensor, TapeTensor]
 _OPEN_END = (1 << 63) - 1
 """The end of a slice written without one."""
 
@@ -48,7 +48,7 @@ class ZooLlama:
         yield f"{path}.up.weight", (inner, hidden)
         yield f"{path}.down.weight", (hidden, inner)
 
-    def logits(self, tape: Tape, tokens: Value, blocks: int) -> Value:
+    def logits(self, tape: Tape, tokens: TapeTensor, blocks: int) -> TapeTensor:
         """Write the forward pass of tokens ``(batch, length)``."""
         config = self.config
         x = write.embedding(tape, "token_embedding", tokens)
@@ -58,7 +58,7 @@ class ZooLlama:
                 x = self._block(tape, x, table)
         return write.linear(tape, "head", write.root_mean_square_norm(tape, "norm", x, config.epsilon))
 
-    def _block(self, tape: Tape, x: Value, table: Table) -> Value:
+    def _block(self, tape: Tape, x: TapeTensor, table: Table) -> TapeTensor:
         config = self.config
         normed = write.root_mean_square_norm(tape, "attention_norm", x, config.epsilon)
         with tape.inside("attention"):
@@ -72,13 +72,13 @@ class ZooLlama:
         normed = write.root_mean_square_norm(tape, "feed_forward_norm", x, config.epsilon)
         return write.add(tape, x, self.feed_forward(tape, normed))
 
-    def feed_forward(self, tape: Tape, x: Value) -> Value:
+    def feed_forward(self, tape: Tape, x: TapeTensor) -> TapeTensor:
         """Write one block's feed-forward layer."""
         gate = write.silu(tape, write.linear(tape, "gate", x))
         return write.linear(tape, "down", write.multiply(tape, gate, write.linear(tape, "up", x)))
 
     @staticmethod
-    def _rotate(tape: Tape, x: Value, table: Table) -> Value:
+    def _rotate(tape: Tape, x: TapeTensor, table: Table) -> TapeTensor:
         cosine, sine = table
         left, right = halves(tape, x)
         straight = write.multiply(tape, x, cosine)
@@ -131,7 +131,7 @@ class HuggingFaceLlama:
         yield f"{path}.up_proj.weight", (self.intermediate, self.hidden)
         yield f"{path}.down_proj.weight", (self.hidden, self.intermediate)
 
-    def logits(self, tape: Tape, tokens: Value, blocks: int) -> Value:
+    def logits(self, tape: Tape, tokens: TapeTensor, blocks: int) -> TapeTensor:
         """Write the forward pass of tokens ``(batch, length)``."""
         with tape.inside("model"):
             with tape.inside("model"):
@@ -145,7 +145,7 @@ class HuggingFaceLlama:
                 x = write.root_mean_square_norm(tape, "norm", x, self.epsilon)
             return write.linear(tape, "lm_head", x)
 
-    def _block(self, tape: Tape, x: Value, table: Table) -> Value:
+    def _block(self, tape: Tape, x: TapeTensor, table: Table) -> TapeTensor:
         normed = write.root_mean_square_norm(tape, "input_layernorm", x, self.epsilon)
         with tape.inside("self_attn"):
             query, key, value = (
@@ -161,14 +161,14 @@ class HuggingFaceLlama:
             narrowed = self.feed_forward(tape, normed)
         return write.add(tape, x, narrowed)
 
-    def feed_forward(self, tape: Tape, x: Value) -> Value:
+    def feed_forward(self, tape: Tape, x: TapeTensor) -> TapeTensor:
         """Write one block's feed-forward layer."""
         gate = write.linear(tape, "gate_proj", x)
         with tape.inside("act_fn"):
             gate = write.silu(tape, gate)
         return write.linear(tape, "down_proj", write.multiply(tape, gate, write.linear(tape, "up_proj", x)))
 
-    def _rotate(self, tape: Tape, x: Value, table: Table) -> Value:
+    def _rotate(self, tape: Tape, x: TapeTensor, table: Table) -> TapeTensor:
         cosine, sine = table
         half = self.head // 2
         straight = write.multiply(tape, x, cosine)

@@ -10,7 +10,7 @@ from planner.networks.decoder import layers as write
 from planner.networks.decoder.experts import choose_experts, mix_experts
 from planner.networks.decoder.llama import HuggingFaceLlama, ZooLlama
 from planner.networks.decoder.operators import view
-from planner.networks.decoder.tape import Dims, Tape, Value, elements
+from planner.networks.decoder.tape import Dims, Tape, TapeTensor, elements
 from planner.networks.zoo.configs import MixtralConfig
 
 
@@ -28,7 +28,7 @@ class ZooMixtral(ZooLlama):
         yield f"{path}.experts.down", (config.experts, config.hidden, config.intermediate)
         yield f"{path}.experts.router.weight", (config.experts, config.hidden)
 
-    def feed_forward(self, tape: Tape, x: Value) -> Value:
+    def feed_forward(self, tape: Tape, x: TapeTensor) -> TapeTensor:
         """Write one block's experts."""
         with tape.inside("experts"):
             tokens = _tokens(tape, x)
@@ -51,7 +51,7 @@ class HuggingFaceMixtral(HuggingFaceLlama):
             yield f"{path}.experts.{name}", (self.experts, self.intermediate, self.hidden)
         yield f"{path}.experts.down_proj", (self.experts, self.hidden, self.intermediate)
 
-    def feed_forward(self, tape: Tape, x: Value) -> Value:
+    def feed_forward(self, tape: Tape, x: TapeTensor) -> TapeTensor:
         """Write one block's experts."""
         tokens = _tokens(tape, x)
         logits = write.linear(tape, "gate", tokens)
@@ -63,6 +63,6 @@ class HuggingFaceMixtral(HuggingFaceLlama):
         return view(tape, mixed, x.dims)
 
 
-def _tokens(tape: Tape, x: Value) -> Value:
+def _tokens(tape: Tape, x: TapeTensor) -> TapeTensor:
     """All tokens of all samples ``(tokens, hidden)``."""
     return view(tape, x, (BatchSize(elements(x.dims[:2])), x.dims[2]))

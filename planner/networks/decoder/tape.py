@@ -17,7 +17,7 @@ Dims = tuple[Dim, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class TensorShape:
     """Dims and dtype of a tensor to be made; ``order`` lists its dims by falling stride, row-major if left out."""
 
     dims: Dims
@@ -26,7 +26,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class TapeTensor:
     """A tensor on the tape.
 
     ``order`` lists its dims by falling stride, as far as an operator's form depends on it: whether a view
@@ -43,7 +43,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class TapeCall:
     """A forward operator with a gradient: its node, its arguments as given and its outputs."""
 
     op: str
@@ -51,10 +51,10 @@ class Call:
     path: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Argument], ...]
-    outputs: tuple[Value, ...]
+    outputs: tuple[TapeTensor, ...]
 
 
-Derivative = Callable[["Tape", Call, tuple[Value | None, ...]], Iterable[tuple[Value, Value]]]
+Derivative = Callable[["Tape", TapeCall, tuple[TapeTensor | None, ...]], Iterable[tuple[TapeTensor, TapeTensor]]]
 """Takes the gradients of a call's outputs; gives each trained input with its gradient, in order."""
 
 
@@ -73,10 +73,10 @@ class Tape:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.parameters: dict[str, Value] = {}
-        self.gradients: dict[TensorRef, Value] = {}
-        self.values: dict[TensorRef, Value] = {}
-        self._calls: list[Call] = []
+        self.parameters: dict[str, TapeTensor] = {}
+        self.gradients: dict[TensorRef, TapeTensor] = {}
+        self.values: dict[TensorRef, TapeTensor] = {}
+        self._calls: list[TapeCall] = []
         self._taken: Counter[str] = Counter()
         self._path = ""
         self._forward: int | None = None
@@ -90,7 +90,7 @@ class Tape:
         yield
         self._path = outer
 
-    def own(self, name: str) -> Value:
+    def own(self, name: str) -> TapeTensor:
         """Get a parameter of the module."""
         return self.parameters[f"{self._path}.{name}"]
 
@@ -100,11 +100,11 @@ class Tape:
 
     def parameter(self, name: str, dims: Dims) -> None:
         """Declare a parameter by its whole name."""
-        self.parameters[name] = self._placeholder(name, Shape(dims=dims), Role.PARAMETER, name.rpartition(".")[0])
+        self.parameters[name] = self._placeholder(name, TensorShape(dims=dims), Role.PARAMETER, name.rpartition(".")[0])
 
-    def input(self, name: str, dims: Dims, dtype: str) -> Value:
+    def input(self, name: str, dims: Dims, dtype: str) -> TapeTensor:
         """Declare a batch tensor."""
-        return self._placeholder(name, Shape(dims=dims, dtype=dtype), Role.INPUT, "")
+        return self._placeholder(name, TensorShape(dims=dims, dtype=dtype), Role.INPUT, "")
 
     def call(
         self,
@@ -116,21 +116,21 @@ class Tape:
         kernel: Kernel = Kernel.ELEMENTWISE,
         flops: float = 0.0,
         kwargs: Mapping[str, Argument] | None = None,
-    ) -> Value:
+    ) -> TapeTensor:
         """Write an operator with one output."""
-        shape = Shape(dims=dims, dtype=dtype, order=order)
+        shape = TensorShape(dims=dims, dtype=dtype, order=order)
         return self.emit(op, args, (shape,), kernel=kernel, flops=flops, kwargs=kwargs)[0]
 
     def emit(
         self,
         op: str,
         args: tuple[Any, ...],
-        shapes: tuple[Shape, ...],
+        shapes: tuple[TensorShape, ...],
         *,
         kernel: Kernel,
         flops: float = 0.0,
         kwargs: Mapping[str, Argument] | None = None,
-    ) -> tuple[Value, ...]:
+    ) -> tuple[TapeTensor, ...]:
         """Write an operator, and remember it for the backward pass if it has a gradient."""
         keywords = tuple(sorted((kwargs or {}).items()))
         read = tuple(values_in(args))
@@ -154,18 +154,18 @@ class Tape:
             flops=flops,
         )
         if outputs[0].trained:
-            call = Call(
+            call = TapeCall(
                 op=short, node=outputs[0].ref.node, path=self._path, args=args, kwargs=keywords, outputs=outputs
             )
             self._calls.append(call)
         return outputs
 
-    def backward(self, loss: Value, derivatives: Mapping[str, Derivative]) -> None:
+    def backward(self, loss: TapeTensor, derivatives: Mapping[str, Derivative]) -> None:
         """Write the backward pass: calls in reverse, gradients added as they arrive, as autograd does."""
         self._phase, self._path = Phase.BACKWARD, ""
         (one,) = self._append(
             "loss_gradient",
-            (Shape(dims=()),),
+            (TensorShape(dims=()),),
             varies=False,
             trained=False,
             op="aten.ones.default",
@@ -182,16 +182,16 @@ class Tape:
                 for value, gradient in tuple(derivatives[call.op](self, call, received)):
                     self._receive(value, gradient)
 
-    def _receive(self, value: Value, gradient: Value) -> None:
+    def _receive(self, value: TapeTensor, gradient: TapeTensor) -> None:
         known = self.gradients.get(value.ref)
         self.gradients[value.ref] = gradient if known is None else self._sum(known, gradient)
 
-    def _sum(self, known: Value, gradient: Value) -> Value:
+    def _sum(self, known: TapeTensor, gradient: TapeTensor) -> TapeTensor:
         nodes = sorted((known.ref.node, gradient.ref.node))
         self._path = _sum_path([self.nodes[node].module for node in nodes])
         (total,) = self._append(
             "gradient_sum",
-            (Shape(dims=known.dims, order=known.order),),
+            (TensorShape(dims=known.dims, order=known.order),),
             varies=True,
             trained=False,
             op="aten.add.Tensor",
@@ -201,7 +201,7 @@ class Tape:
         )
         return total
 
-    def _placeholder(self, name: str, shape: Shape, role: Role, module: str) -> Value:
+    def _placeholder(self, name: str, shape: TensorShape, role: Role, module: str) -> TapeTensor:
         (value,) = self._append(
             name,
             (shape,),
@@ -218,14 +218,14 @@ class Tape:
     def _append(
         self,
         name: str,
-        shapes: tuple[Shape, ...],
+        shapes: tuple[TensorShape, ...],
         *,
         varies: bool,
         trained: bool,
         named_in_full: bool = False,
         module: str | None = None,
         **fields: Any,
-    ) -> tuple[Value, ...]:
+    ) -> tuple[TapeTensor, ...]:
         module = self._path if module is None else module
         name = f"{module}/{name}" if module and not named_in_full else name
         count = self._taken[name]
@@ -241,7 +241,7 @@ class Tape:
             )
         )
         made = tuple(
-            Value(
+            TapeTensor(
                 ref=TensorRef(index, output),
                 dims=shape.dims,
                 dtype=shape.dtype,
@@ -255,9 +255,9 @@ class Tape:
         return made
 
 
-def values_in(argument: Any) -> Iterator[Value]:
+def values_in(argument: Any) -> Iterator[TapeTensor]:
     """Tensors among arguments, lists flattened."""
-    if isinstance(argument, Value):
+    if isinstance(argument, TapeTensor):
         yield argument
     elif isinstance(argument, tuple):
         for item in argument:
@@ -265,12 +265,12 @@ def values_in(argument: Any) -> Iterator[Value]:
 
 
 def _argument(argument: Any) -> Any:
-    if isinstance(argument, Value):
+    if isinstance(argument, TapeTensor):
         return argument.ref
     return tuple(_argument(item) for item in argument) if isinstance(argument, tuple) else argument
 
 
-def _spec(shape: Shape) -> TensorSpec:
+def _spec(shape: TensorShape) -> TensorSpec:
     return TensorSpec(
         shape=tuple(size(dim) for dim in shape.dims),
         dtype=shape.dtype,

@@ -23,7 +23,7 @@ from planner.search.configurations.limits import (
     TABLES,
     WORK,
 )
-from planner.search.configurations.nodes import OPTIMISM, Node, Stage, TableNumbers
+from planner.search.configurations.nodes import OPTIMISM, Depth, SearchNode, TableNumbers
 from planner.search.patience import Patience
 from planner.search.units.labels import StageTables
 
@@ -41,11 +41,11 @@ class Agenda:
         self.result = Explored()
         self.best, self.until_found = np.inf, False
         self.patience = Patience()
-        self.heap: list[tuple[float, int, float, Node]] = []
-        self.deep: list[tuple[int, float, int, float, Node]] = []
-        self.later: list[tuple[float, int, float, Node]] = []
-        self.spare: list[tuple[float, int, float, Node]] = []
-        self.held: list[tuple[float, int, Node]] = []
+        self.heap: list[tuple[float, int, float, SearchNode]] = []
+        self.deep: list[tuple[int, float, int, float, SearchNode]] = []
+        self.later: list[tuple[float, int, float, SearchNode]] = []
+        self.spare: list[tuple[float, int, float, SearchNode]] = []
+        self.held: list[tuple[float, int, SearchNode]] = []
         self.serial = 0
         self.number = TableNumbers()
         self.made: dict[int, StageTables | None] = {}
@@ -62,18 +62,18 @@ class Agenda:
         yield from (bound for _, _, bound, node in self.heap if node.waits)
         yield from (bound for _, _, bound, _ in (*self.later, *self.spare))
 
-    def push(self, bound: float, node: Node, hoped_s: float | None = None) -> None:
+    def push(self, bound: float, node: SearchNode, hoped_s: float | None = None) -> None:
         """Let a node wait; ``hoped_s`` puts it in order, its bound if not given."""
         self.serial += 1
         hoped_s = (bound if hoped_s is None else hoped_s) * OPTIMISM[node.stage]
-        if node.stage is Stage.BOUNDED and node.configuration.virtual > 1:
+        if node.stage is Depth.BOUNDED and node.configuration.virtual > 1:
             hoped_s = max(hoped_s, bound * self.nearest())
         node.waits, node.key = True, self.number.of(node.configuration)
         heapq.heappush(self.heap, (hoped_s, self.serial, bound, node))
-        if node.stage >= Stage.EVEN:
+        if node.stage >= Depth.EVEN:
             heapq.heappush(self.deep, (-node.stage, hoped_s, self.serial, bound, node))
 
-    def following(self) -> tuple[float, Node] | None:
+    def following(self) -> tuple[float, SearchNode] | None:
         """What is opened next: all that may beat the best, then alternatives that come near while there are too few."""
         if self.until_found and self.result.found:
             return None
@@ -95,7 +95,7 @@ class Agenda:
             return None
         while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
             key, serial, bound, node = heapq.heappop(self.later)
-            self.others += node.stage > Stage.STORAGE
+            self.others += node.stage > Depth.STORAGE
             if self._needs_table(node):
                 heapq.heappush(self.held, (bound, serial, node))
             elif self.shapes[shape_of(node.configuration)] >= PER_SHAPE:
@@ -122,7 +122,7 @@ class Agenda:
         """How far partitions with several chunks a rank have lain from their bounds at least, times the bound."""
         return min(self.apart) if len(self.apart) >= LOOSE else 1.0
 
-    def _further(self) -> tuple[float, Node] | None:
+    def _further(self) -> tuple[float, SearchNode] | None:
         """While there are fewer plans than wanted: more of the same degrees, then what is farther from the best."""
         while len(self.result.found) < self.wanted and (self.spare or self.later) and np.isfinite(self.best):
             _, serial, bound, node = heapq.heappop(self.spare or self.later)
@@ -136,7 +136,7 @@ class Agenda:
         if not self.held or self.held[0][0] >= self.best * (1 - PROOF) or not self.wanted:
             return False
         bound, _, node = self.held[0]
-        if node.stage is not Stage.WHOLE:
+        if node.stage is not Depth.WHOLE:
             return False
         if node.key not in self.labelled and node.key not in self.proven:
             if sum(self.proven.values()) >= PROOFS:
@@ -146,22 +146,22 @@ class Agenda:
         self.push(bound, node)
         return True
 
-    def _deepest(self) -> tuple[float, Node] | None:
+    def _deepest(self) -> tuple[float, SearchNode] | None:
         """The node nearest to a plan, so that a good one is known before all tables are made."""
         while self.deep:
             *_, bound, node = heapq.heappop(self.deep)
             if node.waits and bound < self.best * (1 - PROOF) and not self._needs_table(node):
                 node.waits = False
-                self.dives += node.stage is Stage.BOUNDED
+                self.dives += node.stage is Depth.BOUNDED
                 return bound, node
         self.dives = self.result.tables // DIVE
         return None
 
-    def _needs_table(self, node: Node) -> bool:
+    def _needs_table(self, node: SearchNode) -> bool:
         """Whether a node waits for a table when there are to be no more of them."""
         share, key = max(self.solves / SOLVES, 0.4), node.key
-        made = node.stage > Stage.ORDER or (node.stage is Stage.ORDER and key in self.made)
-        if node.stage is Stage.WHOLE and key not in self.labelled and key not in self.proven:
+        made = node.stage > Depth.ORDER or (node.stage is Depth.ORDER and key in self.made)
+        if node.stage is Depth.WHOLE and key not in self.labelled and key not in self.proven:
             return bool(self.result.found) and sum(self.labelled.values()) >= LABELLED
         return not made and self.table_work >= TABLES * share
 

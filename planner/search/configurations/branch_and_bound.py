@@ -49,8 +49,8 @@ from planner.search.configurations.nodes import (
     OPTIMISM,
     VERY_SHORT,
     WIDEST,
-    Node,
-    Stage,
+    Depth,
+    SearchNode,
     worth_widening,
 )
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
@@ -126,7 +126,7 @@ class _Search(Agenda):
             # All ranks but those of the data axis share the work of a sample, and each launches all its kernels.
             each = max(self.sample_s * base.micro_batch / (base.tensor * base.context), self.extent.launch_s)
             bound = even_bound(base, each)
-            self.push(bound, Node(Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
+            self.push(bound, SearchNode(Depth.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
         patience = self.patience
         try:
             while not self.spent() and (entry := self.following()) is not None:
@@ -154,42 +154,42 @@ class _Search(Agenda):
             return False
         return bound * self.nearest() >= self.best
 
-    def _open(self, bound: float, node: Node) -> None:
+    def _open(self, bound: float, node: SearchNode) -> None:
         self.result.opened += 1
-        if node.stage is Stage.ORDER:
+        if node.stage is Depth.ORDER:
             self._open_order(bound, node)
-        elif node.stage is Stage.SOLVED or node.stage is Stage.BOUNDED:
+        elif node.stage is Depth.SOLVED or node.stage is Depth.BOUNDED:
             with self.result.timed("partition"):
                 self._solve(bound, node)
-        elif node.stage is Stage.ORDERS:
+        elif node.stage is Depth.ORDERS:
             for other in node.others:
-                self.push(bound, Node(Stage.ORDER, other))
+                self.push(bound, SearchNode(Depth.ORDER, other))
         else:
-            if node.stage is Stage.WHOLE:
+            if node.stage is Depth.WHOLE:
                 with self.result.timed("cost_tables"):
                     len(self._table(node.configuration).units)  # labels are made when they are first asked for
                     self.labelled[node.key] = weight(node.configuration)
             with self.result.timed("bounds"):
                 self._bound(bound, node)
 
-    def _bound(self, bound: float, node: Node) -> None:
-        if node.stage is Stage.BASE:
+    def _bound(self, bound: float, node: SearchNode) -> None:
+        if node.stage is Depth.BASE:
             usual, *others = orders(self.extent, node.configuration)
-            self.push(bound, Node(Stage.ORDER, usual, others=tuple(others)))
-        elif node.stage is Stage.EVEN:
+            self.push(bound, SearchNode(Depth.ORDER, usual, others=tuple(others)))
+        elif node.stage is Depth.EVEN:
             self._units(bound, node.configuration)
-        elif node.stage is Stage.STATES:
+        elif node.stage is Depth.STATES:
             self._states(bound, node.configuration)
-        elif node.stage is Stage.CHAINED:
+        elif node.stage is Depth.CHAINED:
             self._chain(bound, node)
-        elif node.stage is Stage.WHOLE:
+        elif node.stage is Depth.WHOLE:
             self._store(bound, self._storages(node.configuration), node.least_s)
-        elif node.stage is Stage.STORAGE:
+        elif node.stage is Depth.STORAGE:
             self._time(bound, node)
         else:
             self._limit(bound, node)
 
-    def _open_order(self, bound: float, node: Node) -> None:
+    def _open_order(self, bound: float, node: SearchNode) -> None:
         """Table an order's stage mesh and bound it by the work of all units; other orders wait for what it says."""
         placed = node.configuration
         if (tables := self._opened(placed)) is None:
@@ -198,17 +198,17 @@ class _Search(Agenda):
             return
         with self.result.timed("bounds"):
             least = max(bound, whole_bound(self.extent, self.model, tables, placed))
-            self.push(least, Node(Stage.EVEN, placed))
-            wait_s = least / OPTIMISM[Stage.ORDER]
+            self.push(least, SearchNode(Depth.EVEN, placed))
+            wait_s = least / OPTIMISM[Depth.ORDER]
             slower = [o for o in node.others if never_faster(self.extent.hardware, placed, o)]
             for other in (o for o in node.others if o not in slower):
                 even = max(bound, whole_bound(self.extent, self.model, tables, other, other=True))
-                self.push(even, Node(Stage.ORDER, other), hoped_s=max(even, wait_s))
+                self.push(even, SearchNode(Depth.ORDER, other), hoped_s=max(even, wait_s))
             if slower:
                 # Those in which no pass is faster wait together; without sums over the batch they have one bound.
                 count = len(slower) if tables.decisions.sums_over_batch else 1
                 even = max(bound, min(whole_bound(self.extent, self.model, tables, other) for other in slower[:count]))
-                self.push(even, Node(Stage.ORDERS, placed, others=tuple(slower)), hoped_s=max(even, wait_s))
+                self.push(even, SearchNode(Depth.ORDERS, placed, others=tuple(slower)), hoped_s=max(even, wait_s))
 
     def _opened(self, placed: Configuration) -> StageTables | None:
         """The tables of a configuration's stage mesh; None where the network cannot take them."""
@@ -238,17 +238,17 @@ class _Search(Agenda):
             self._states(bound, placed)
             return
         least = passes_bound(self.extent, self.model, tables, placed, least_s)
-        self.push(max(bound, least), Node(Stage.STATES, placed))
+        self.push(max(bound, least), SearchNode(Depth.STATES, placed))
 
     def _states(self, bound: float, placed: Configuration) -> None:
         """Bound it by what states take, and passes may keep, in each storage that has room."""
         tables = self._table(placed)
         if (states := self._least_states(tables, placed)) is not None:
-            behind = Stage.CHAINED if unlike(tables.counts, placed.pipeline * placed.virtual) else Stage.WHOLE
+            behind = Depth.CHAINED if unlike(tables.counts, placed.pipeline * placed.virtual) else Depth.WHOLE
             least_s = states_bounds(self.extent, self.model, tables, placed, states, bound)
-            self.push(float(least_s.min()), Node(behind, placed, least_s=least_s))
+            self.push(float(least_s.min()), SearchNode(behind, placed, least_s=least_s))
 
-    def _chain(self, bound: float, node: Node) -> None:
+    def _chain(self, bound: float, node: SearchNode) -> None:
         """Bound each storage by passes between the boundary states of units."""
         placed, tables = node.configuration, self._table(node.configuration)
         states = self._least_states(tables, placed)
@@ -256,7 +256,7 @@ class _Search(Agenda):
         assert node.least_s is not None
         chained_s = chained_bound(self.extent, self.model, tables, placed, states) + states.last_s(self.model, placed)
         least_s = np.maximum(node.least_s, chained_s)
-        self.push(max(bound, float(least_s.min())), Node(Stage.WHOLE, placed, least_s=least_s))
+        self.push(max(bound, float(least_s.min())), SearchNode(Depth.WHOLE, placed, least_s=least_s))
 
     def _least_states(self, tables: StageTables, placed: Configuration) -> LeastStates | None:
         """What states take at least in each storage that all ranks together have room for; None where there is none."""
@@ -298,7 +298,7 @@ class _Search(Agenda):
         """Leave storages out where all ranks together do not hold what stands through the step."""
         if not ways:
             return  # pins leave none
-        tables, siblings = self._table(ways[0]), list[tuple[float, Node]]()
+        tables, siblings = self._table(ways[0]), list[tuple[float, SearchNode]]()
         states = self._least_states(tables, ways[0])
         assert states is not None  # it has been bounded with them
         if least_s is None:
@@ -311,7 +311,7 @@ class _Search(Agenda):
                 continue
             gain_s = states.gain_on_host_s(c, self.model)
             least = max(bound, float(least_s[states.place(c)]) - gain_s)
-            siblings.append((least, Node(Stage.STORAGE, c, gain_s=gain_s, siblings=siblings)))
+            siblings.append((least, SearchNode(Depth.STORAGE, c, gain_s=gain_s, siblings=siblings)))
             # All that may be the best are timed before one is solved.
             self.push(*siblings[-1], hoped_s=bound)
 
@@ -325,7 +325,7 @@ class _Search(Agenda):
             self.standing.update((keys[c], held) for c, held in zip(new, found, strict=True))
         return [self.standing[keys[c]] for c in ways]
 
-    def _time(self, bound: float, node: Node) -> None:
+    def _time(self, bound: float, node: SearchNode) -> None:
         """Bound a storage by time alone."""
         stored = node.configuration
         if node.task is None:
@@ -337,11 +337,11 @@ class _Search(Agenda):
             timed = max(timed, chain_bound(task) if node.chain_s is None else node.chain_s)
         elif task.pieces > 1 or not chained:
             timed = max(timed, task_bound(task))
-        self.push(timed, Node(Stage.TIMED, stored, task))
+        self.push(timed, SearchNode(Depth.TIMED, stored, task))
         if node.gain_s:
             self._offload(max(bound, timed - node.gain_s), stored)
 
-    def _time_together(self, bound: float, node: Node) -> None:
+    def _time_together(self, bound: float, node: SearchNode) -> None:
         """Make the task of a storage, and those of siblings that will be timed as well: near it, or maybe the best."""
         limit_s = max(self.best * (1 - PROOF), bound * ALIKE)
         siblings = (one for least, one in node.siblings if least < limit_s and one.task is None)
@@ -351,7 +351,7 @@ class _Search(Agenda):
         for one, task, chain_s in zip(nodes, tasks, chains, strict=True):
             one.task, one.chain_s = task, chain_s
 
-    def _limit(self, bound: float, node: Node) -> None:
+    def _limit(self, bound: float, node: SearchNode) -> None:
         """Bound it with the memory limit."""
         assert node.task is not None  # timed nodes have one
         task, roomy = node.task, node.task.roomy
@@ -372,9 +372,9 @@ class _Search(Agenda):
         else:
             # All ways of very few units are soon tried.
             width = WIDEST if task.units <= VERY_SHORT and task.chunks == 1 < task.pieces else WIDTH
-            self.push(limited, Node(Stage.BOUNDED, node.configuration, task, width=width))
+            self.push(limited, SearchNode(Depth.BOUNDED, node.configuration, task, width=width))
 
-    def _solve(self, bound: float, node: Node) -> None:
+    def _solve(self, bound: float, node: SearchNode) -> None:
         """Partition a configuration, or partition it again with more ways where its proof was too weak."""
         tables, task = self._table(node.configuration), node.task
         assert task is not None  # bounded nodes have one
@@ -395,7 +395,7 @@ class _Search(Agenda):
         if found is None:
             if node.placed is None and not proves_misfit(task, few, node.width):
                 if worth_widening(task, node.width):
-                    self.push(bound, replace(node, stage=Stage.SOLVED, width=node.width * 8))
+                    self.push(bound, replace(node, stage=Depth.SOLVED, width=node.width * 8))
                     return
                 self.unproven.append(bound)
             if node.placed is None:
@@ -416,7 +416,7 @@ class _Search(Agenda):
         self.best = min(self.best, placed.objective_s)
         if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
             if worth_widening(task, node.width) and not (few is task and found.exact):
-                again = Node(Stage.SOLVED, node.configuration, task, placed, node.width * 8)
+                again = SearchNode(Depth.SOLVED, node.configuration, task, placed, node.width * 8)
                 self.push(placed.partition.lower_bound_s, again)
             else:
                 self.unproven.append(placed.partition.lower_bound_s)

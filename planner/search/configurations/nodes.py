@@ -19,7 +19,7 @@ WIDEST = WIDTH * 8
 """Most ways of a fragment where fewer do not prove a partition."""
 
 
-class Stage(IntEnum):
+class Depth(IntEnum):
     """How far a configuration is looked into."""
 
     BASE = 0
@@ -36,23 +36,23 @@ class Stage(IntEnum):
 
 
 OPTIMISM = {
-    Stage.BASE: 1.1,
-    Stage.ORDERS: 1.08,
-    Stage.ORDER: 1.08,
-    Stage.EVEN: 1.05,
-    Stage.STATES: 1.05,
-    Stage.CHAINED: 1.05,
-    Stage.WHOLE: 1.05,
-    Stage.STORAGE: 1.0,
-    Stage.TIMED: 1.0,
-    Stage.BOUNDED: 1.0,
-    Stage.SOLVED: 1.0,
+    Depth.BASE: 1.1,
+    Depth.ORDERS: 1.08,
+    Depth.ORDER: 1.08,
+    Depth.EVEN: 1.05,
+    Depth.STATES: 1.05,
+    Depth.CHAINED: 1.05,
+    Depth.WHOLE: 1.05,
+    Depth.STORAGE: 1.0,
+    Depth.TIMED: 1.0,
+    Depth.BOUNDED: 1.0,
+    Depth.SOLVED: 1.0,
 }
 """How far bounds of each stage usually lie below the objective: whose bound times this is least is opened first."""
 
 
 @dataclass(slots=True)
-class Node:
+class SearchNode:
     """A configuration, or several orders of its axes, that wait to be opened; ``key`` numbers its table of labels.
 
     ``least_s`` bounds it in each of its `LeastStates`. With ``gain_s`` it stands for the same with states on the host
@@ -60,7 +60,7 @@ class Node:
     bounds: they are timed together, ``chain_s`` as a chain.
     """
 
-    stage: Stage
+    stage: Depth
     configuration: Configuration
     task: PartitionTask | None = None
     placed: Placed | None = None
@@ -69,7 +69,7 @@ class Node:
     least_s: FloatArray | None = None
     gain_s: float = 0.0
     chain_s: float | None = None
-    siblings: list[tuple[float, Node]] = field(default_factory=list)
+    siblings: list[tuple[float, SearchNode]] = field(default_factory=list)
     waits: bool = False
     key: int = -1
 

@@ -67,8 +67,8 @@ from planner.search.configurations.storage import Storages, scatters_each
 from planner.search.configurations.stored_ways import (
     JoinedUnits,
     StoredWays,
+    Surroundings,
     Tied,
-    Whole,
     joined_units,
     merged,
     uneven_passes_s,
@@ -207,7 +207,9 @@ class StepModel(StateTimes):
         tied = any(tied.trained for tied in tables.tied) and _tied_at(self, configuration) is Tied.APART
         return self.dtype == NARROW_RANGE or tied
 
-    def stored(self, labels: UnitLabels, storages: Storages, whole: Whole, trained: int | IntArray = 1) -> StoredWays:
+    def stored(
+        self, labels: UnitLabels, storages: Storages, whole: Surroundings, trained: int | IntArray = 1
+    ) -> StoredWays:
         """The ways of units with states stored in several ways, `trained` parameters in the unit of each.
 
         Of the schedule it matters how backward passes are split, and how many chunks there are.
@@ -249,7 +251,7 @@ class StepModel(StateTimes):
 
     # Data parallelism
 
-    def _messages(self, whole: Whole, storages: Storages) -> DataMessages:
+    def _messages(self, whole: Surroundings, storages: Storages) -> DataMessages:
         """Messages of what a chunk sends, in as few as the size of a bucket allows."""
         c = storages.placed
         sent = whole.elements / (c.pipeline * c.virtual) * DTYPE_BYTES[self.dtype]
@@ -310,7 +312,12 @@ class StepModel(StateTimes):
         return each_s, np.where(storages.each, labels.cut_last_s, labels.cut_s + labels.cut_last_s)
 
     def _passes(
-        self, labels: UnitLabels, elements: FloatArray, messages: DataMessages, whole: Whole, trained: int | IntArray
+        self,
+        labels: UnitLabels,
+        elements: FloatArray,
+        messages: DataMessages,
+        whole: Surroundings,
+        trained: int | IntArray,
     ) -> Passes:
         """Passes with the messages of every micro-batch, what may be put off, and what is exposed at ends of chunks."""
         storages, c = messages.storages, messages.storages.placed
@@ -356,7 +363,7 @@ class StepModel(StateTimes):
         passes_s: tuple[FloatArray, FloatArray, FloatArray],
         messages_s: tuple[FloatArray, FloatArray],
         messages: DataMessages,
-        whole: Whole,
+        whole: Surroundings,
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, Row | None]:
         """`_passes` of units whose parameters are gathered for each, (ZeRO-3, ways).
 
@@ -387,7 +394,7 @@ class StepModel(StateTimes):
         passes_s: tuple[FloatArray, FloatArray, FloatArray],
         messages_s: tuple[FloatArray, FloatArray],
         messages: DataMessages,
-        whole: Whole,
+        whole: Surroundings,
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, Row | None]:
         """`_passes_gathering` of units whose parameters a rank of a pipeline gathers one unit ahead."""
         c, first, last = messages.storages.placed, np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0

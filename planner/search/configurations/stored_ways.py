@@ -77,7 +77,7 @@ _ARRAYS = tuple(field.name for field in fields(StoredWays) if field.name != "row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class Surroundings:
     """What a unit needs to know of the network around it.
 
     Attributes
@@ -95,7 +95,7 @@ class Whole:
     usual_elements: float = 0.0
 
     @classmethod
-    def of(cls, tables: StageTables) -> Whole:
+    def of(cls, tables: StageTables) -> Surroundings:
         """Read it off the labels of a network."""
         counts = [unit.count for unit in tables.chain.units]
         fastest = [_fastest(unit) for unit in tables.units]
@@ -187,7 +187,7 @@ class JoinedUnits:
 
     units: tuple[UnitLabels, ...]
     labels: UnitLabels
-    whole: Whole
+    whole: Surroundings
     trained: IntArray
     ends: IntArray
     entries: tuple[IntArray, ...]
@@ -201,7 +201,7 @@ class JoinedUnits:
         return cls(
             units=units,
             labels=together(units),
-            whole=Whole.of(tables),
+            whole=Surroundings.of(tables),
             trained=np.repeat(trained_parameters(tables), sizes),
             ends=np.cumsum(sizes)[:-1],
             entries=tuple(np.asarray(unit.entry, dtype=np.int64) for unit in units),

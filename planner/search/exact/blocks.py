@@ -13,7 +13,7 @@ Variables = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockVariables:
     """A run's second block as variables: entrance (in the first block), exit, inside, and shared ones.
 
     ``count`` is how often it stands in a row. ``met`` are the stations of the entrance: what they cost depends on
@@ -38,7 +38,7 @@ class Block:
 class Layout:
     """All tables by where they count: `in_block` in every layer of a run but the first, `outside` once."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockVariables, ...]
     outside: tuple[Variables, ...]
     in_block: tuple[tuple[Variables, ...], ...]
 
@@ -73,7 +73,7 @@ def layout(problem: Problem) -> Layout:
     return Layout(blocks, tuple(outside), tuple(tuple(scopes) for scopes in in_block))
 
 
-def _home(scope: Variables, blocks: Sequence[Block], owner: Mapping[int, int]) -> int | None:
+def _home(scope: Variables, blocks: Sequence[BlockVariables], owner: Mapping[int, int]) -> int | None:
     """Number of the block whose table counts in every layer but the first, None where it counts once."""
     if len(scope) == 1:
         met = next((number for number, block in enumerate(blocks) if scope[0] in block.met), None)
@@ -86,7 +86,7 @@ def _home(scope: Variables, blocks: Sequence[Block], owner: Mapping[int, int]) -
     return None
 
 
-def _block(problem: Problem, run: Run, sizes: list[int]) -> Block:
+def _block(problem: Problem, run: Run, sizes: list[int]) -> BlockVariables:
     """Find the variables of a run's second block and how they hang together with the rest."""
     decisions = problem.decisions
     first = _variables_of(problem, run.first)
@@ -109,7 +109,7 @@ def _block(problem: Problem, run: Run, sizes: list[int]) -> Block:
         raise _unaligned(run)
     left = frozenset(v for v in exits if decisions.variables[v].tensor is not None)
     met = frozenset(back[v] for v in left)
-    return Block(entrance, tuple(exits), inside, tuple(sorted(shared)), run.count - 1, met, left)
+    return BlockVariables(entrance, tuple(exits), inside, tuple(sorted(shared)), run.count - 1, met, left)
 
 
 def _variables_of(problem: Problem, nodes: tuple[int, ...]) -> tuple[int, ...]:

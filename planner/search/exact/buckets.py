@@ -141,7 +141,7 @@ def join(maps: Sequence[Index]) -> tuple[Index, Index]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TableUse:
     """How one table enters a step: its dims in the step's order, and the row for each of the step's classes."""
 
     source: int
@@ -152,7 +152,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EliminationStep:
     """Minimise over `variable`; the message has the dims of `scope`.
 
     ``own`` lists the states of the variable by class, ``starts`` where each class starts.
@@ -162,7 +162,7 @@ class Step:
     scope: Scope
     shape: tuple[int, ...]
     unary: tuple[tuple[int, Index], ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TableUse, ...]
     own: Index
     starts: Index
 
@@ -172,7 +172,7 @@ class Step:
         return prod(self.shape) * len(self.starts)
 
 
-def sources(step: Step) -> list[int]:
+def sources(step: EliminationStep) -> list[int]:
     """Numbers of the tables that a step takes up."""
     return [*(number for number, _ in step.unary), *(part.source for part in step.parts)]
 
@@ -210,7 +210,7 @@ class Buckets:
         counts = {key: int(rows.max(initial=-1)) + 1 for key, rows in maps.items()}
         self._counts = [tuple([counts[id(rows)] for rows in scope.rows]) for scope in self.scopes]
         """Rows along each dim of each table."""
-        self.steps: list[Step] = []
+        self.steps: list[EliminationStep] = []
         self._plan(set(variables))
         self.width = max((len(s.scope.variables) for s in self.steps), default=0)
         self.largest = max((s.work for s in self.steps), default=0)
@@ -245,7 +245,7 @@ class Buckets:
                         weights[n] = weight
                         heappush(waiting, (weight, n))
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: EliminationStep) -> None:
         number = len(self.scopes)
         self.steps.append(step)
         self.scopes.append(step.scope)
@@ -269,7 +269,7 @@ class Buckets:
             weight *= count if count < size else size
         return weight
 
-    def _step(self, variable: int) -> Step:
+    def _step(self, variable: int) -> EliminationStep:
         touching = self._touching.get(variable, [])
         unary = tuple((t, self.scopes[t].rows[0]) for t in touching if len(self.scopes[t].variables) == 1)
         others = [t for t in touching if len(self.scopes[t].variables) > 1]
@@ -282,7 +282,7 @@ class Buckets:
         names = [v for _, v in sorted([(-count, v) for v, count in counts.items() if v != variable])]
         by_class, starts = self._by_class(variable, joined.get(variable))
         place = {v: dim for dim, v in enumerate((*names, variable))}
-        return Step(
+        return EliminationStep(
             variable=variable,
             scope=Scope(tuple(names), tuple(joined[v][0] for v in names)),
             shape=tuple([counts[v] for v in names]),
@@ -311,7 +311,7 @@ class Buckets:
             self._sorted[id(own)] = order, np.searchsorted(own[order], np.arange(len(members)))
         return self._sorted[id(own)]
 
-    def _part(self, number: int, place: Mapping[int, int], joined: Mapping[int, Classes]) -> Part:
+    def _part(self, number: int, place: Mapping[int, int], joined: Mapping[int, Classes]) -> TableUse:
         """How a table enters the step whose variables have the given places."""
         scope, counts = self.scopes[number], self._counts[number]
         dims = sorted([(place[v], i) for i, v in enumerate(scope.variables)])
@@ -320,7 +320,7 @@ class Buckets:
             members = joined[scope.variables[i]][1]
             picks.append(self._picked(scope.rows[i], members, counts[i]))
             shape[dim] = len(members)
-        return Part(number, tuple([i for _, i in dims]), tuple(picks), tuple(shape))
+        return TableUse(number, tuple([i for _, i in dims]), tuple(picks), tuple(shape))
 
     def _picked(self, rows: Index, members: Index, count: int) -> Index | None:
         """Rows of some states, None where those are all of them in order."""
@@ -358,7 +358,7 @@ class Buckets:
             result[step.variable] = int(states[unary[states].argmin()])
         return result
 
-    def _along(self, part: Part, table: Table, states: Mapping[int, int]) -> Table:
+    def _along(self, part: TableUse, table: Table, states: Mapping[int, int]) -> Table:
         """A table by the classes of the step's variable, given the states of the others."""
         scope, own = self.scopes[part.source], part.order[-1]
         row = table[tuple(slice(None) if i == own else scope.rows[i][states[v]] for i, v in enumerate(scope.variables))]
@@ -383,7 +383,7 @@ def planned(scopes: Sequence[Scope], sizes: Sequence[int], variables: Iterable[i
     return _PLANNED[key]
 
 
-def unary_costs(step: Step, made: Sequence[Table]) -> Table:
+def unary_costs(step: EliminationStep, made: Sequence[Table]) -> Table:
     """Costs of a step's variable by itself, by its states."""
     total = np.zeros(len(step.own))
     for number, rows in step.unary:
@@ -391,12 +391,12 @@ def unary_costs(step: Step, made: Sequence[Table]) -> Table:
     return total
 
 
-def own_costs(step: Step, made: Sequence[Table]) -> Table:
+def own_costs(step: EliminationStep, made: Sequence[Table]) -> Table:
     """The least cost of each class of the variable's states, by itself."""
     return np.minimum.reduceat(unary_costs(step, made)[step.own], step.starts)
 
 
-def part_table(part: Part, made: Sequence[Table]) -> Table:
+def part_table(part: TableUse, made: Sequence[Table]) -> Table:
     """A table as it enters a step: broadcast over the step's dims."""
     table = made[part.source].transpose(part.order)
     for dim, picks in enumerate(part.picks):

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.search.exact.blocks import Block, Variables
-from planner.search.exact.costing import FAST, SMALL, Costing, Plan
+from planner.search.exact.blocks import BlockVariables, Variables
+from planner.search.exact.costing import FAST, SMALL, CostedPlan, Costing
 from planner.search.exact.folded import Eliminated, FoldedElimination, Weights, flat
 from planner.search.exact.model import Model
 from planner.search.problem.solution import Assignment, Solution
@@ -26,19 +26,19 @@ class Exact:
         self.costing = costing
         self.model = model
         self.folded = FoldedElimination(model)
-        self._fastest: tuple[float, Plan] | None = None
+        self._fastest: tuple[float, CostedPlan] | None = None
         self._least: Eliminated | None = None
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[BlockVariables, ...]:
         """Runs of the graph as variables."""
         return self.model.layout.blocks
 
-    def priced(self, weights: Weights) -> tuple[float, Plan, Eliminated]:
+    def priced(self, weights: Weights) -> tuple[float, CostedPlan, Eliminated]:
         """Minimise ``weights.seconds × time + weights.bytes × memory``; the minimum, a plan, and the tables."""
         return self._read(self.folded.run(weights))
 
-    def _read(self, done: Eliminated) -> tuple[float, Plan, Eliminated]:
+    def _read(self, done: Eliminated) -> tuple[float, CostedPlan, Eliminated]:
         assignment, layers = self.folded.plan(done)
         return done.total, self.costing.plan(assignment, layers, self.model), done
 
@@ -47,7 +47,7 @@ class Exact:
             self._least = self.folded.run(SMALL)
         return self._least
 
-    def fastest(self) -> tuple[float, Plan]:
+    def fastest(self) -> tuple[float, CostedPlan]:
         """The least seconds without a limit of memory, and a plan that takes them."""
         if self._fastest is None:
             self._fastest = self.priced(FAST)[:2]
@@ -57,20 +57,20 @@ class Exact:
         """The bytes of the smallest plan."""
         return self._smallest().total
 
-    def least_memory(self) -> Plan:
+    def least_memory(self) -> CostedPlan:
         """The plan of least memory, the fastest of those where bytes are whole numbers."""
         # More seconds than any choice can save.
         scale = 1.0 + float(sum(t[np.isfinite(t)].max(initial=0.0) for t in self.model.time.values()))
         least, quick = self._read(self._smallest())[1], self.priced(Weights(1.0, scale))[1]
         return quick if quick.bytes <= least.bytes else least
 
-    def solution(self, plan: Plan, bound: float) -> Solution:
+    def solution(self, plan: CostedPlan, bound: float) -> Solution:
         """Write a plan with a proven bound."""
         return self.costing.solution(
             plan, bound, left=sum(self.model.sizes), width=self.folded.width, largest_table=self.folded.largest
         )
 
-    def splice(self, over: Plan, fits: Plan, limit: float, done: Eliminated) -> Plan:
+    def splice(self, over: CostedPlan, fits: CostedPlan, limit: float, done: Eliminated) -> CostedPlan:
         """Give as many layers as the limit allows the strategies of a faster plan that does not fit as a whole.
 
         The price of memory makes all equal layers switch at once; the best plan may lie in between.
@@ -89,7 +89,9 @@ class Exact:
                     high = middle - 1
         return best
 
-    def _mixed(self, number: int, base: Plan, over: Plan, there: list[list[int]], count: int, done: Eliminated) -> Plan:
+    def _mixed(
+        self, number: int, base: CostedPlan, over: CostedPlan, there: list[list[int]], count: int, done: Eliminated
+    ) -> CostedPlan:
         """`base` with the first `count` layers of a run as in `over`; its ends stay, as what surrounds the run does."""
         path = [there[1][0], *there[0][1 : count + 1], *there[1][count + 1 :]]
         path[-1] = there[1][-1]
@@ -104,7 +106,7 @@ class Exact:
             row.append(plan.layers[number][i] if pair == way[i] else fresh)
         return self.costing.costed(base.assignment, (*base.layers[:number], tuple(row), *base.layers[number + 1 :]))
 
-    def _exits(self, number: int, plan: Plan) -> list[int]:
+    def _exits(self, number: int, plan: CostedPlan) -> list[int]:
         block, states = self.blocks[number], self.model.states
 
         def joint(variables: Variables, chosen: Assignment) -> int:

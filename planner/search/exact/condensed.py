@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.exact.blocks import Block, Layout, Variables
+from planner.search.exact.blocks import BlockVariables, Layout, Variables
 from planner.search.exact.elimination import Table
 from planner.search.exact.folded import Layers
 from planner.search.exact.model import Mask, Model
@@ -23,7 +23,7 @@ class Condensed:
 
     model: Model
     number: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockVariables, ...]
     """Those of the model before."""
 
     def masks(self, keep: Iterable[Mask]) -> list[Mask]:
@@ -61,7 +61,7 @@ def condensed(model: Model) -> Condensed:
         found, fresh = home.gathered(scopes)
         left = [tuple(number[v] for v in vs if number[v] >= 0) for vs in (block.entrance, block.exit, block.shared)]
         inside = (*(number[v] for v in block.inside if number[v] >= 0), *fresh)
-        blocks.append(Block(left[0], left[1], inside, left[2], block.count))
+        blocks.append(BlockVariables(left[0], left[1], inside, left[2], block.count))
         in_block.append(found)
     outside, _ = home.gathered(parts.outside)
     layout = Layout(tuple(blocks), outside, tuple(in_block))

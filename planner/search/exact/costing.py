@@ -20,7 +20,7 @@ Scopes = tuple[Variables, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CostedPlan:
     """A plan in the problem's numbers of states, and what it costs."""
 
     assignment: Assignment
@@ -35,17 +35,17 @@ class Costing:
     def __init__(self, whole: Model) -> None:
         self.whole = whole
 
-    def plan(self, assignment: Mapping[int, int], layers: Layers, model: Model) -> Plan:
+    def plan(self, assignment: Mapping[int, int], layers: Layers, model: Model) -> CostedPlan:
         """Price states given by their numbers in `model`."""
         states = model.states
         named = {v: int(states[v][s]) for v, s in assignment.items()}
         named_layers = tuple(tuple({v: int(states[v][s]) for v, s in one.items()} for one in row) for row in layers)
         return self.costed(named, named_layers)
 
-    def costed(self, assignment: Assignment, layers: Layers) -> Plan:
+    def costed(self, assignment: Assignment, layers: Layers) -> CostedPlan:
         """Price states given by their numbers in the problem."""
         parts = self.whole.layout
-        return Plan(assignment, layers, *self._parts(parts.outside, parts.in_block, assignment, layers))
+        return CostedPlan(assignment, layers, *self._parts(parts.outside, parts.in_block, assignment, layers))
 
     def seconds_beside(self, solution: Solution, variables: Container[int]) -> float:
         """Seconds of the tables of two variables one of which is among `variables`, in all layers."""
@@ -79,7 +79,7 @@ class Costing:
                 bytes_ += float(self.whole.memory[scope][index])
         return seconds, bytes_
 
-    def solution(self, plan: Plan, bound: float, *, left: int, width: int, largest_table: int) -> Solution:
+    def solution(self, plan: CostedPlan, bound: float, *, left: int, width: int, largest_table: int) -> Solution:
         """Write a plan with a proven bound, and what finding it took."""
         return Solution(
             assignment=plan.assignment,

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from planner.search.exact.blocks import Block, Variables
+from planner.search.exact.blocks import BlockVariables, Variables
 from planner.search.exact.buckets import MAX_TABLE, Buckets, Index, Scope, classes, plain, planned
 from planner.search.exact.elimination import Power, Table, TooWideError, min_plus_power
 from planner.search.exact.model import Model
@@ -136,7 +136,7 @@ class FoldedElimination:
             layers.append(states)
         return assignment, tuple(layers)
 
-    def _ends(self, block: Block, assignment: Mapping[int, int]) -> tuple[int, int, int]:
+    def _ends(self, block: BlockVariables, assignment: Mapping[int, int]) -> tuple[int, int, int]:
         group, start, end = (flat(assignment, v, self.sizes) for v in (block.shared, block.entrance, block.exit))
         return group, start, end
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from planner.search.exact.certified import Exact
 from planner.search.exact.condensed import condensed
-from planner.search.exact.costing import FAST, PROOF, SMALL, Plan, Stop
+from planner.search.exact.costing import FAST, PROOF, SMALL, CostedPlan, Stop
 from planner.search.exact.folded import Eliminated, FoldedElimination, Weights
 from planner.search.exact.marginals import affordable, marginals
 from planner.search.exact.model import Model
@@ -22,7 +22,7 @@ class Limited:
     """One search under a memory limit: the best plan so far, and what is proven."""
 
     def __init__(
-        self, solver: Exact, limit: float, stop: Stop, best: Plan | None = None, pairs: int = MAX_PAIRS
+        self, solver: Exact, limit: float, stop: Stop, best: CostedPlan | None = None, pairs: int = MAX_PAIRS
     ) -> None:
         self.solver = solver
         self.limit = limit
@@ -54,11 +54,11 @@ class Limited:
         assert self.best is not None  # a search begins with the smallest plan
         return self.best.seconds - self.bound > PROOF * abs(self.best.seconds)
 
-    def _offer(self, plan: Plan) -> None:
+    def _offer(self, plan: CostedPlan) -> None:
         if plan.bytes <= self.limit and (self.best is None or plan.seconds < self.best.seconds):
             self.best = plan
 
-    def _search_price(self, over: Plan, fits: Plan) -> None:
+    def _search_price(self, over: CostedPlan, fits: CostedPlan) -> None:
         """Search the price at which the bound, concave in the price, peaks.
 
         The next price is that at which the plans on both sides cost the same; where it gives nothing new, it is the

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from planner.search.exact.buckets import Buckets, Index, Part, own_costs, part_table, unary_costs
+from planner.search.exact.buckets import Buckets, Index, TableUse, own_costs, part_table, unary_costs
 from planner.search.exact.elimination import Table, min_plus
 from planner.search.exact.folded import Eliminated, FoldedElimination, gathered
 from planner.search.exact.model import Mask
@@ -30,7 +30,7 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BlockRow:
     """A row of L equal blocks between its ends, arrays ``(shared states, states, states)``.
 
     ``prefix[i]`` is the i-th power of the block's table; ``after[i][g, e, x]`` what remains when layer i ends in x,
@@ -48,7 +48,7 @@ class Marginals:
 
     outer: Rest
     inner: tuple[Rest, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[BlockRow, ...]
     least: tuple[Table, ...]
 
     def below(self, threshold: float) -> list[Mask]:
@@ -92,7 +92,7 @@ def marginals(folded: FoldedElimination, done: Eliminated) -> Marginals:
     return Marginals(outer, tuple(inner), tuple(rows), tuple(least[v] for v in range(len(sizes))))
 
 
-def _row(base: Table, count: int, around: Table) -> Row:
+def _row(base: Table, count: int, around: Table) -> BlockRow:
     identity = np.full(base.shape[1:], np.inf)
     np.fill_diagonal(identity, 0.0)
     prefix = [np.broadcast_to(identity, base.shape)]
@@ -106,7 +106,7 @@ def _row(base: Table, count: int, around: Table) -> Row:
     for layer in range(count):
         # Over the entrances of the first layer: the way to this layer's entrance, and on from its exit.
         np.minimum(rest, min_plus(prefix[layer].transpose(0, 2, 1), after[layer + 1]), out=rest)
-    return Row(prefix, after, rest)
+    return BlockRow(prefix, after, rest)
 
 
 def _rest(buckets: Buckets, made: Sequence[Table], left: Sequence[Table]) -> Rest:
@@ -138,7 +138,7 @@ def _rest(buckets: Buckets, made: Sequence[Table], left: Sequence[Table]) -> Res
     return Rest(tables, states)
 
 
-def _part_rest(part: Part, total: Table, arranged: Table, shape: tuple[int, ...]) -> Table:
+def _part_rest(part: TableUse, total: Table, arranged: Table, shape: tuple[int, ...]) -> Table:
     away = tuple(dim for dim, size in enumerate(part.shape) if size == 1 and total.shape[dim] > 1)
     table = _minus(total.min(axis=away, keepdims=True), arranged)
     table = table.reshape([shape[i] if p is None else len(p) for i, p in zip(part.order, part.picks, strict=True)])

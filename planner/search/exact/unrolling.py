@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.search.exact.blocks import Block, Layout, Variables
+from planner.search.exact.blocks import BlockVariables, Layout, Variables
 from planner.search.exact.elimination import Table
 from planner.search.exact.folded import Layers
 from planner.search.exact.model import Mask, Model
@@ -47,7 +47,7 @@ def unrolled(model: Model, front: int = EVERY, back: int = 0) -> Unrolled:
     origin = list(range(len(model.states)))
     time, memory = dict(model.time), dict(model.memory)
     outside = list(model.layout.outside)
-    blocks: list[Block] = []
+    blocks: list[BlockVariables] = []
     in_block: list[tuple[Variables, ...]] = []
     layers = []
     for block, scopes in zip(model.layout.blocks, model.layout.in_block, strict=True):

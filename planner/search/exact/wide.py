@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.exact.costing import PROOF, SMALL, Costing, Plan, Stop
+from planner.search.exact.costing import PROOF, SMALL, CostedPlan, Costing, Stop
 from planner.search.exact.dual import Dual
 from planner.search.exact.elimination import Table, TooWideError
 from planner.search.exact.folded import Weights
@@ -86,7 +86,7 @@ class WideSearch:
         self.limit = limit
         self.stop = stop
         self.unrolled = unrolled(model)
-        self.best: Plan | None = None
+        self.best: CostedPlan | None = None
         self.bound = 0.0
         self._kept: tuple[Dual, float] | None = None
         self._memory = self._dual(SMALL)
@@ -161,7 +161,7 @@ class WideSearch:
             self.bound = max(self.bound, dual.bound - paid)
             self._kept = (dual, paid)
 
-    def _plans(self, dual: Dual, limit: float) -> list[Plan]:
+    def _plans(self, dual: Dual, limit: float) -> list[CostedPlan]:
         """Plans within the limit that a beam finds, best first."""
         found = Beam(dual, self._memory, limit).run()
         plans = [self.unrolled.plan(dict(enumerate(row.tolist()))) for row in found[:KEPT]]

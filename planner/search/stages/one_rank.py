@@ -27,7 +27,7 @@ from planner.search.stages.fragments import (
     IntArray,
     undominated_of_each,
 )
-from planner.search.stages.priced_chain import Choice, PricedChain, Ways
+from planner.search.stages.priced_chain import ChosenWays, PricedChain, PricedWays
 from planner.search.stages.segments import ROUNDING
 from planner.search.stages.task import PartitionTask
 
@@ -57,7 +57,7 @@ def choose(
         beams = tuple(beam for beam in BEAMS if beam * task.units <= BEAMS[-1] * LONG) or BEAMS[:1]
     peaks = np.unique(np.concatenate([kind.peak for kind in kinds]))
     peaks = peaks[(peaks >= max(float(kind.peak.min()) for kind in kinds)) & (peaks <= task.limit_bytes)]
-    best: Choice | None = None
+    best: ChosenWays | None = None
     allowed = task.limit_bytes * (1 + ROUNDING)
     left_out, heap = np.inf, list[tuple[float, int, int, int, PricedChain]]()
 
@@ -98,7 +98,7 @@ def choose(
     return (None, left_out) if best is None else (best.ways, min(left_out, best.seconds, enough_s))
 
 
-def _kinds(task: PartitionTask) -> list[Ways]:
+def _kinds(task: PartitionTask) -> list[PricedWays]:
     """The ways of each kind that no other one beats on this rank."""
     states = np.unique(np.concatenate([[-1], *(side for kind in task.kinds for side in (kind.entry, kind.exit))]))
     found, roomy = [], task.roomy
@@ -111,5 +111,5 @@ def _kinds(task: PartitionTask) -> list[Ways]:
         whole = [seconds, seconds + v[:, QUEUE], seconds + v[:, BACKLOG], *(() if roomy else (held, v[:, TRANSIENT]))]
         entries, exits = np.searchsorted(states, kind.entry), np.searchsorted(states, kind.exit)
         rows = undominated_of_each(np.stack(whole, axis=1), entries * len(states) + exits)
-        found.append(Ways(values[rows], v[rows, TRANSIENT], entries[rows], exits[rows], rows))
+        found.append(PricedWays(values[rows], v[rows, TRANSIENT], entries[rows], exits[rows], rows))
     return found

@@ -27,7 +27,7 @@ TIME, LEFT, BEHIND, STANDING = range(4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ways:
+class PricedWays:
     """Ways of one unit: values (ways, 4), bytes while it goes backward, places of its states, numbers in the task."""
 
     values: FloatArray
@@ -36,14 +36,14 @@ class Ways:
     exit: IntArray
     number: IntArray
 
-    def below(self, peak: float) -> Ways:
+    def below(self, peak: float) -> PricedWays:
         """Those that need at most so much while the unit goes backward."""
         rows = np.flatnonzero(self.peak <= peak)
-        return Ways(self.values[rows], self.peak[rows], self.entry[rows], self.exit[rows], self.number[rows])
+        return PricedWays(self.values[rows], self.peak[rows], self.entry[rows], self.exit[rows], self.number[rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class ChosenWays:
     """The way of every unit, (units,) numbers in its kind, their seconds, and both kinds of bytes."""
 
     ways: IntArray
@@ -58,7 +58,7 @@ class PricedChain:
     ``bound_s`` bounds every choice, infinite where none fits, and ``binds`` says whether a byte has a price.
     """
 
-    def __init__(self, kinds: list[Ways], counts: tuple[int, ...], room: float) -> None:
+    def __init__(self, kinds: list[PricedWays], counts: tuple[int, ...], room: float) -> None:
         self.kinds, self.counts = kinds, counts
         self.numbers = np.repeat(np.arange(len(kinds)), counts)
         self.units = [kinds[number] for number in self.numbers.tolist()]
@@ -211,7 +211,7 @@ class PricedChain:
         each = (arrived[:-1, 0, :, None] + at + rest[1:, 0, None, :]).min(axis=(1, 2))
         return int(np.argmax(np.append(rest[0, 0, 0], each))) - 1
 
-    def followed(self, limit_s: float, beam: int) -> tuple[Choice | None, float]:
+    def followed(self, limit_s: float, beam: int) -> tuple[ChosenWays | None, float]:
         """The best choice below `limit_s` with `beam` ways a state, if any, and a bound on what was left out."""
         values, state, left_out = np.zeros((1, 4)), np.zeros(1, dtype=np.int64), np.inf
         history: list[tuple[IntArray, IntArray]] = []
@@ -236,18 +236,18 @@ class PricedChain:
             row = int(earlier[row])
         return self._chosen(ways[::-1]), left_out
 
-    def _chosen(self, ways: Sequence[int]) -> Choice:
+    def _chosen(self, ways: Sequence[int]) -> ChosenWays:
         picked = list(zip(self.kinds, np.split(np.array(ways), np.cumsum(self.counts)[:-1]), strict=True))
         values = np.concatenate([kind.values.take(own, axis=0) for kind, own in picked])
         behind = np.cumsum(values[:, BEHIND]) - values[:, BEHIND]
-        return Choice(
+        return ChosenWays(
             ways=np.concatenate([kind.number.take(own) for kind, own in picked]),
             seconds=float(values[:, TIME].sum() + max(0.0, float((behind + values[:, LEFT]).max()))),
             standing=float(values[:, STANDING].sum()),
             peak=max(float(kind.peak.take(own).max()) for kind, own in picked),
         )
 
-    def straight(self) -> Choice:
+    def straight(self) -> ChosenWays:
         """The choice that takes least where a byte has no price."""
         free = np.where(self.prices == 0.0, self.potentials[0, :, 0], -np.inf)
         row, state, ways, begin = int(np.argmax(free)), 0, [], 0
@@ -283,7 +283,7 @@ class PricedChain:
             begin += count
         return found
 
-    def spaced(self, limit_s: float) -> tuple[list[Choice], float]:
+    def spaced(self, limit_s: float) -> tuple[list[ChosenWays], float]:
         """Choices from a table over evenly spaced bytes, and a bound on all choices below `limit_s`."""
         costs = self._costs(limit_s)
         if not all(np.isfinite(cost).any() for cost in costs):
@@ -345,7 +345,7 @@ class _Between:
     width: int
 
     @classmethod
-    def of(cls, kind: Ways, width: int) -> _Between:
+    def of(cls, kind: PricedWays, width: int) -> _Between:
         """Sort the ways of a kind."""
         keys = kind.entry * width + kind.exit
         order = np.argsort(keys, kind="stable")

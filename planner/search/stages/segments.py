@@ -51,7 +51,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class SegmentEnds:
     """Segments by where they end: a place is a boundary state behind so many units.
 
     ``targets`` (ends,) are the places where any ends, in ascending order; ``source`` and ``group`` (most, ends) are
@@ -63,7 +63,7 @@ class Moves:
     targets: IntArray
 
     @classmethod
-    def of(cls, groups: Sequence[Group], width: int) -> Moves:
+    def of(cls, groups: Sequence[Group], width: int) -> SegmentEnds:
         """Of groups in `width` boundary states."""
         shape = [(len(g.starts), g.starts.start, g.length, g.entry, g.exit) for g in groups]
         counts, first, length, entry, leave = np.array(shape, dtype=np.int64).reshape(-1, 5).T
@@ -216,9 +216,9 @@ class Segments:
         return [((1 << g.starts.stop) - (1 << g.starts.start), g.length, g.entry, g.exit) for g in self.groups]
 
     @cached_property
-    def moves(self) -> Moves:
+    def moves(self) -> SegmentEnds:
         """Every segment at every place where it may begin."""
-        return Moves.of(self.groups, len(self.states))
+        return SegmentEnds.of(self.groups, len(self.states))
 
     @cached_property
     def windows(self) -> list[Window]:

@@ -2,7 +2,7 @@
 
 What the operators of a network take on a stage mesh depends on the axes' sizes, the links that they use and the
 micro-batch; which operators, messages and tensors there are, and how a state divides them, does not. `AmountLedger`
-takes the latter down and numbers every amount; `Amounts` works all of them out, a row for each `Case`.
+takes the latter down and numbers every amount; `Amounts` works all of them out, a row for each `MeshCase`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Case:
+class MeshCase:
     """One mesh, with times of its messages, at one batch."""
 
     costs: MeshCosts
@@ -51,7 +51,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ways:
+class Redistributions:
     """Ways of a tensor between placements, arrays of one shape.
 
     Numbers of the amounts of their messages, and of their slices and masks, and where there is no way.
@@ -90,7 +90,7 @@ class AmountLedger:
         self._byte_numbers: dict[tuple[float, int, int], int] = {}
         self._seconds: dict[tuple[int, int], tuple[IntArray, IntArray]] = {}
         self._halves: dict[tuple[int, int], IntArray] = {}
-        self._moves: dict[tuple[object, ...], Ways] = {}
+        self._moves: dict[tuple[object, ...], Redistributions] = {}
         self._barred: dict[tuple[object, ...], NDArray[np.bool_]] = {}
         self._slots: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
         self._cells = _Cells()
@@ -230,13 +230,13 @@ class AmountLedger:
 
     # Seconds of messages between operators
 
-    def handing_back(self, states: States) -> Ways:
+    def handing_back(self, states: States) -> Redistributions:
         """How a station turns the summed gradient into what it hands back, shape (states,)."""
         tensor = states.variable.tensor
         gradient = next((r for r in states.variable.choices[0].writes if r != tensor), None)
         if gradient is None:
             nothing = np.full(len(states), NOTHING, dtype=np.int64)
-            return Ways(nothing, nothing, np.zeros(len(states), dtype=np.bool_))
+            return Redistributions(nothing, nothing, np.zeros(len(states), dtype=np.bool_))
         summed = [c.rules[-1].outputs[0] if c.rules else c.reads[gradient] for c in states.variable.choices]
         before = np.array(summed, dtype=np.int64)[states.choice]
         after = states.placements(gradient, reads=False)
@@ -253,7 +253,7 @@ class AmountLedger:
             self._barred[key] = impossible if move[3] else impossible | needs_mask(rank, self.axes)[ways]
         return self._barred[key]
 
-    def moves(self, edge: Edge, move: Move) -> Ways:
+    def moves(self, edge: Edge, move: Move) -> Redistributions:
         """The ways from each state of an edge's writer to each of its reader, shape (states, states)."""
         key = self._ends(edge, move)
         if key not in self._moves:
@@ -263,7 +263,9 @@ class AmountLedger:
             self._moves[key] = self._between(edge.tensor, here, there, masked=masked, fused=fused)
         return self._moves[key]
 
-    def _between(self, tensor: TensorRef, here: IntArray, there: IntArray, *, masked: bool, fused: bool) -> Ways:
+    def _between(
+        self, tensor: TensorRef, here: IntArray, there: IntArray, *, masked: bool, fused: bool
+    ) -> Redistributions:
         """The ways from each of some placements to each of others; those of tensors of one size are the same."""
         spec = self.graph.spec(tensor)
         key = (len(spec.shape), spec.size_bytes, _growth(spec), here.tobytes(), there.tobytes(), masked, fused)
@@ -272,18 +274,20 @@ class AmountLedger:
             flat = self._ways(
                 tensor, np.repeat(here, shape[1], 1), np.tile(there, shape[0]), masked=masked, fused=fused
             )
-            self._moves[key] = Ways(
+            self._moves[key] = Redistributions(
                 flat.messages.reshape(shape), flat.copies.reshape(shape), flat.impossible.reshape(shape)
             )
         return self._moves[key]
 
-    def _ways(self, tensor: TensorRef, before: IntArray, after: IntArray, *, masked: bool, fused: bool) -> Ways:
+    def _ways(
+        self, tensor: TensorRef, before: IntArray, after: IntArray, *, masked: bool, fused: bool
+    ) -> Redistributions:
         """Number the ways of a tensor from placements to others, all of shape (axes, ways)."""
         spec = self.graph.spec(tensor)
         rank = len(spec.shape)
         steps = _steps(rank, before.shape, before.tobytes(), after.tobytes(), masked)
         messages, copies = self._first_slots(rank, spec, fused, step_table(rank, self.axes))
-        return Ways(
+        return Redistributions(
             self._numbered(steps.sent, steps.messages, messages),
             self._numbered(steps.copied, steps.copies, copies),
             steps.impossible,
@@ -368,7 +372,7 @@ class Amounts:
         """Columns of `values` of what a ledger numbered."""
         return np.asarray(coded // _KINDS + self._offsets[coded % _KINDS])
 
-    def values(self, cases: Sequence[Case]) -> FloatArray:
+    def values(self, cases: Sequence[MeshCase]) -> FloatArray:
         """Every amount of each case, shape (cases, amounts); cases are of one cluster and have the same axes.
 
         Those may be fewer than the ledger's: what is about the others is not to be read.
@@ -389,7 +393,7 @@ class Amounts:
         return np.concatenate([work_s + inside_s, inside_s, moves_s, pieces, more, calls_inside, moves], axis=1)
 
 
-def _by_mesh(cases: Sequence[Case]) -> list[tuple[MeshCosts, list[int]]]:
+def _by_mesh(cases: Sequence[MeshCase]) -> list[tuple[MeshCosts, list[int]]]:
     found: dict[int, tuple[MeshCosts, list[int]]] = {}
     for row, case in enumerate(cases):
         found.setdefault(id(case.costs), (case.costs, []))[1].append(row)
@@ -425,7 +429,7 @@ def _classes(states: States, node: Node, rules: Sequence[Rule]) -> list[tuple[Ke
 
 
 def calls_of(messages: IntArray) -> IntArray:
-    """Launches of the messages of `Ways`."""
+    """Launches of the messages of `Redistributions`."""
     return np.where(messages == NOTHING, NOTHING, messages + (_CALLS - _MOVE))
 
 

@@ -10,14 +10,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.units.records import Weights
+from planner.search.units.records import UnitWeights
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Scope = tuple[int, ...]
 
 
-class Part(IntEnum):
+class TablePart(IntEnum):
     """What the tables count; of recomputation and memory there is one part for each mode of `MODES`."""
 
     FORWARD = 0
@@ -48,17 +48,17 @@ AT_ONCE = 32
 """Assignments whose parts are added up at once: the numbers of many more leave the caches."""
 
 
-def rows_of(weights: Weights, modes: Sequence[int]) -> FloatArray:
+def rows_of(weights: UnitWeights, modes: Sequence[int]) -> FloatArray:
     """Weights of all parts, a row for each recompute mode of `modes`: shape (modes, PARTS)."""
     rows = np.zeros((len(modes), PARTS))
     for row, mode in zip(rows, modes, strict=True):
-        row[Part.FORWARD] = weights.forward
-        row[[Part.BACKWARD, Part.AGAIN + mode]] = weights.backward
-        row[[Part.STEP, Part.CUT, Part.CUT_LAST]] = weights.step
-        row[Part.ELEMENTS] = weights.parameter_element
-        row[Part.EXPERT_ELEMENTS] = weights.expert_element
-        row[Part.FROZEN] = weights.frozen_element
-        row[Part.KEPT + mode] = weights.activation_byte
+        row[TablePart.FORWARD] = weights.forward
+        row[[TablePart.BACKWARD, TablePart.AGAIN + mode]] = weights.backward
+        row[[TablePart.STEP, TablePart.CUT, TablePart.CUT_LAST]] = weights.step
+        row[TablePart.ELEMENTS] = weights.parameter_element
+        row[TablePart.EXPERT_ELEMENTS] = weights.expert_element
+        row[TablePart.FROZEN] = weights.frozen_element
+        row[TablePart.KEPT + mode] = weights.activation_byte
     return rows
 
 

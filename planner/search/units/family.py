@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import States
-from planner.search.units.amounts import AmountLedger, Amounts, Case
+from planner.search.units.amounts import AmountLedger, Amounts, MeshCase
 from planner.search.units.factors import PARTS, TableLayout, UnitFactors, rows_of
-from planner.search.units.records import RECOMPUTE, Least, UnitLabels, Weights
+from planner.search.units.records import RECOMPUTE, Least, UnitLabels, UnitWeights
 from planner.search.units.stage_decisions import TENSOR, StageDecisions, axis_names
 from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
 from planner.search.units.unit_terms import UnitTerms, unit_terms
@@ -30,8 +30,8 @@ BoolArray = NDArray[np.bool_]
 MOST_NUMBERS = 4_000_000
 """Most entries of tables that are worked out at once."""
 KEEPS_ALL = RECOMPUTE.index("none")
-PASSES = Weights()
-PLAIN = Weights(step=1 / 32)
+PASSES = UnitWeights()
+PLAIN = UnitWeights(step=1 / 32)
 """A plain training step, for which tied parameters lie best."""
 
 
@@ -151,13 +151,13 @@ class Family:
     def _conditions(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         return divisibility(self.wide, self._kinds)
 
-    def known_shape(self, case: Case) -> StageShape:
+    def known_shape(self, case: MeshCase) -> StageShape:
         """Shape of a stage of the family."""
         shape = self.shape_of(case)
         assert shape is not None  # the family is the stage's
         return shape
 
-    def shape_of(self, case: Case) -> StageShape | None:
+    def shape_of(self, case: MeshCase) -> StageShape | None:
         """Shape of a stage; None where it has states that the family lacks.
 
         Raises
@@ -170,7 +170,7 @@ class Family:
             self._shape_of[sizes, case.batch] = self._find_shape(case)
         return self._shape_of[sizes, case.batch]
 
-    def _find_shape(self, case: Case) -> StageShape | None:
+    def _find_shape(self, case: MeshCase) -> StageShape | None:
         sizes = case.costs.mesh.sizes
         places, extents, grows, masks = self._conditions
         before = self.wide.graph.batch_size
@@ -182,7 +182,7 @@ class Family:
             self._shapes[key] = self._shape(case, keep)
         return self._shapes[key]
 
-    def _shape(self, case: Case, keep: BoolArray) -> StageShape | None:
+    def _shape(self, case: MeshCase, keep: BoolArray) -> StageShape | None:
         of_kind = {
             kind: np.flatnonzero(keep[first : first + len(self.wide.states(kind))])
             for kind, first in self._kinds.items()
@@ -220,7 +220,7 @@ class Family:
 
     # Tables
 
-    def parts(self, case: Case) -> FloatArray:
+    def parts(self, case: MeshCase) -> FloatArray:
         """Parts of the tables of all units, shape (entries, PARTS)."""
         known = self._values.pop(case.key, None)
         values = self.amounts.values([case])[0] if known is None else known
@@ -235,7 +235,7 @@ class Family:
         places, numbers = (np.concatenate(column) for column in zip(*rounds, strict=True))
         return places % self.entries * PARTS + places // self.entries, numbers
 
-    def _keep(self, cases: Sequence[Case], values: FloatArray) -> None:
+    def _keep(self, cases: Sequence[MeshCase], values: FloatArray) -> None:
         """Keep the amounts of cases whose least passes are worked out, for their tables."""
         self._values.update((case.key, row.copy()) for case, row in zip(cases, values, strict=True))
         while self._values and len(self._values) * values.shape[1] > MOST_NUMBERS:
@@ -262,7 +262,7 @@ class Family:
             self._added[wanted] = [(where[one], self._numbers[chosen[one]]) for one in rounds]
         return self._added[wanted]
 
-    def tables(self, case: Case) -> Mapping[int, UnitFactors]:
+    def tables(self, case: MeshCase) -> Mapping[int, UnitFactors]:
         """Tables of all units of a stage, made once for all stages of one case."""
         if case.key not in self._factors:
             shape, parts = self.known_shape(case), self.parts(case)
@@ -292,7 +292,7 @@ class Family:
 
     # Least passes
 
-    def least(self, case: Case) -> Least:
+    def least(self, case: MeshCase) -> Least:
         """Least passes of a stage, worked out together with those of others that are expected."""
         if case.key not in self._least:
             others = (c for c in self.source.expected(case) if c.key not in self._least and c.key != case.key)
@@ -308,13 +308,13 @@ class Family:
                 self._least[one.key] = found
         return self._least[case.key]
 
-    def _possible(self, case: Case) -> StageShape | None:
+    def _possible(self, case: MeshCase) -> StageShape | None:
         try:
             return self.shape_of(case)
         except InputError:
             return None
 
-    def _least_of(self, cases: Sequence[Case], shapes: Sequence[StageShape]) -> list[Least]:
+    def _least_of(self, cases: Sequence[MeshCase], shapes: Sequence[StageShape]) -> list[Least]:
         shared = self.source.shared
         tables, *plain = self._lowest(cases, shapes, (PASSES, PLAIN) if shared else (PASSES,))
         sizes = tuple(len(self.wide.states(v)) for v in shared)
@@ -356,7 +356,7 @@ class Family:
         return np.asarray(value[..., 0].argmin(axis=1))
 
     def _lowest(
-        self, cases: Sequence[Case], shapes: Sequence[StageShape], weights: Sequence[Weights]
+        self, cases: Sequence[MeshCase], shapes: Sequence[StageShape], weights: Sequence[UnitWeights]
     ) -> list[list[FloatArray]]:
         """Least sums of each unit in any mode for some weights, where a kept byte costs nothing.
 
@@ -410,7 +410,7 @@ def family_of(source: StageDecisions, parts: Parts, options: StageOptions) -> Fa
     experts = (setting.experts_stay, setting.expert_cut, setting.tensor_cut, setting.shares_states)
     restricted = (options, setting.batch_only, setting.storage, experts, id(setting.context))
     names = axis_names(setting.costs.mesh)
-    case = Case(setting.costs, parts.graph.batch_size)
+    case = MeshCase(setting.costs, parts.graph.batch_size)
 
     def made(key: tuple[object, ...], wide: Parts, within: Family | None = None) -> Family:
         if key not in source.families:

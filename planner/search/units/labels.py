@@ -24,7 +24,7 @@ from planner.search.units.records import (
     Minimum,
     TiedParameter,
     UnitLabels,
-    Weights,
+    UnitWeights,
 )
 from planner.search.units.stage_decisions import StageDecisions, stage_decisions
 from planner.search.units.stage_shape import StageOptions
@@ -44,7 +44,7 @@ __all__ = [
     "StageTables",
     "TiedParameter",
     "UnitLabels",
-    "Weights",
+    "UnitWeights",
     "stage_decisions",
     "stage_tables",
 ]
@@ -146,7 +146,7 @@ class StageTables:
         """Whether a label of a unit shards an activation along the sequence on the tensor axis."""
         return self._stage.shape.shards_sequence(self.units[unit].assignments[label])
 
-    def matrices(self, weights: Weights, mode: int | None = None) -> tuple[FloatArray, ...]:
+    def matrices(self, weights: UnitWeights, mode: int | None = None) -> tuple[FloatArray, ...]:
         """Least weighted sum of each folded unit between its boundary states, shapes (entries, exits).
 
         Exact over all strategies, of every allowed recompute mode or of the one given by its code; what the tied
@@ -154,7 +154,7 @@ class StageTables:
         """
         return self._stage.matrices(weights, mode, self._shared)
 
-    def minimum(self, weights: Weights) -> Minimum:
+    def minimum(self, weights: UnitWeights) -> Minimum:
         """Minimise the weighted sum over the whole network: no plan with this stage mesh and micro-batch is cheaper.
 
         Exact over all strategies, recompute modes, boundary states and placements of tied parameters, whose elements

@@ -78,7 +78,7 @@ class UnitLabels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class UnitWeights:
     """What a second of each kind, a byte and an element cost; all non-negative.
 
     ``step`` is that of messages and of copies once a step.

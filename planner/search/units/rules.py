@@ -17,7 +17,7 @@ from planner.search.problem.parts import Parts
 from planner.search.problem.states import Setting
 from planner.search.problem.variables import Kind
 from planner.search.units.labels import StageTables
-from planner.search.units.records import Weights
+from planner.search.units.records import UnitWeights
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
@@ -143,7 +143,7 @@ class _DataAxis:
         self.parts = Parts(graph, source.decisions, setting)
         stage = Stage(source, self.parts, StageOptions(modes=(0,), sequence_parallel=None))
         # Gradients are summed once a step, not in every micro-batch, though one micro-batch takes equally long in both.
-        best = stage.minimum(Weights(step=STEP_WEIGHTS[0]))
+        best = stage.minimum(UnitWeights(step=STEP_WEIGHTS[0]))
         if not np.isfinite(best.value):
             raise InputError(
                 f"strategies of operators do not fit each other along the data axis of {data}: what one writes another "

@@ -13,7 +13,7 @@ from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import Parts, saved_tensors
 from planner.search.problem.states import CONTEXT, Setting
 from planner.search.problem.variables import Choice, Decisions, Kind, Variable, decisions
-from planner.search.units.amounts import Case
+from planner.search.units.amounts import MeshCase
 from planner.search.units.transient import Flight, flight_of
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.context import Algorithm, ContextAxis, context_axis
@@ -63,7 +63,7 @@ class StageDecisions:
         self.families: dict[tuple[object, ...], object] = {}
         """Filled by `planner.search.units.family.family_of`."""
         self._restricted: dict[tuple[object, ...], StageDecisions] = {}
-        self._expected: dict[tuple[str, ...], list[dict[tuple[int, int], Case]]] = {}
+        self._expected: dict[tuple[str, ...], list[dict[tuple[int, int], MeshCase]]] = {}
 
     def restricted(
         self,
@@ -256,14 +256,14 @@ class StageDecisions:
         """
         self._expected.clear()
         for stages in groups:
-            named: dict[tuple[str, ...], dict[tuple[int, int], Case]] = {}
+            named: dict[tuple[str, ...], dict[tuple[int, int], MeshCase]] = {}
             for mesh, batch in stages:
-                case = Case(self.costs(hardware, mesh, bucket_bytes), batch)
+                case = MeshCase(self.costs(hardware, mesh, bucket_bytes), batch)
                 named.setdefault(axis_names(mesh), {})[case.key] = case
             for names, cases in named.items():
                 self._expected.setdefault(names, []).append(cases)
 
-    def expected(self, case: Case) -> Iterator[Case]:
+    def expected(self, case: MeshCase) -> Iterator[MeshCase]:
         """Announced stages of the same cluster with the same axes, of the first group that the stage is in."""
         groups = self._expected.get(axis_names(case.costs.mesh), ())
         for other in next((group for group in groups if case.key in group), {}).values():

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from planner.graph.operator_graph import TensorRef
 from planner.search.problem.parts import Parts
 from planner.search.problem.variables import Kind
-from planner.search.units.amounts import Case
+from planner.search.units.amounts import MeshCase
 from planner.search.units.elimination import Minima
 from planner.search.units.factors import UnitFactors, rows_of
 from planner.search.units.family import family_of
-from planner.search.units.records import BoundaryStates, Least, Minimum, Weights
+from planner.search.units.records import BoundaryStates, Least, Minimum, UnitWeights
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import ENTRY, EXIT, StageOptions, UnitShape
 from planner.search.units.unit_model import UnitModel
@@ -67,7 +67,7 @@ class Stage:
     def __init__(self, source: StageDecisions, parts: Parts, options: StageOptions) -> None:
         self.source, self.options = source, options
         self.chain = source.chain
-        self.case = Case(parts.setting.costs, parts.graph.batch_size)
+        self.case = MeshCase(parts.setting.costs, parts.graph.batch_size)
         self.family = family_of(source, parts, options)
         self.shape = self.family.known_shape(self.case)
         self.parts = self.shape.parts_at(parts.graph, parts.setting)
@@ -151,11 +151,11 @@ class Stage:
         known = self.family.priced
         if self.case.key not in known:
             prices = np.array(KEPT_PRICES) / self.case.costs.hardware.memory_bandwidth
-            weights = [Weights(activation_byte=price) for price in prices.tolist()]
+            weights = [UnitWeights(activation_byte=price) for price in prices.tolist()]
             known[self.case.key] = prices, self._lowest(weights, self.least.shared)
         return known[self.case.key]
 
-    def _lowest(self, weights: Sequence[Weights], shared: Mapping[int, int]) -> FloatArray:
+    def _lowest(self, weights: Sequence[UnitWeights], shared: Mapping[int, int]) -> FloatArray:
         """(weightings,) least sums of the whole network in any mode, tied parameters in the given states."""
         rows = np.concatenate([self.rows(each) for each in weights])
         tables: dict[int, FloatArray] = {}
@@ -170,7 +170,7 @@ class Stage:
             value = (value[:, :, None] + tables[self.source.tabled(number)]).min(axis=1)
         return value[:, 0]
 
-    def rows(self, weights: Weights) -> FloatArray:
+    def rows(self, weights: UnitWeights) -> FloatArray:
         """Weights of all parts, a row for each allowed recompute mode."""
         return rows_of(weights, self.options.modes)
 
@@ -186,7 +186,9 @@ class Stage:
             tables.append(unit.spread(found[key].table, self.shared))
         return tables, found
 
-    def matrices(self, weights: Weights, mode: int | None, shared: Mapping[int, int] | None) -> tuple[FloatArray, ...]:
+    def matrices(
+        self, weights: UnitWeights, mode: int | None, shared: Mapping[int, int] | None
+    ) -> tuple[FloatArray, ...]:
         """Least weighted sum of each unit (entries, exits); tied parameters in the given state, or in any."""
         rows = self.rows(weights)
         if mode is not None:
@@ -200,7 +202,7 @@ class Stage:
             result.append(least)
         return tuple(result)
 
-    def minimum(self, weights: Weights) -> Minimum:
+    def minimum(self, weights: UnitWeights) -> Minimum:
         """Minimise over the whole chain, by min-plus products with the way back."""
         rows = self.rows(weights)
         tables, found = self.tables(rows)

@@ -11,8 +11,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.units.factors import Part, rows_of
-from planner.search.units.records import UnitLabels, Weights
+from planner.search.units.factors import TablePart, rows_of
+from planner.search.units.records import UnitLabels, UnitWeights
 from planner.search.units.stage_shape import ENTRY, EXIT
 from planner.search.units.stage_tables import Stage, Tabled
 from simulator.launches import known_software
@@ -110,15 +110,15 @@ def _labels_of(stage: Stage, units: Sequence[Tabled], shared: Mapping[int, int])
 @lru_cache(maxsize=16)
 def _plain_rows(modes: tuple[int, ...]) -> FloatArray:
     """Weights of all parts in a plain step, a row for each mode."""
-    return rows_of(Weights(step=STEP_WEIGHTS[0]), modes)
+    return rows_of(UnitWeights(step=STEP_WEIGHTS[0]), modes)
 
 
 @lru_cache(maxsize=16)
 def _price_rows(modes: tuple[int, ...]) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Weights of all parts at each combination of prices and each mode: what is fixed, of bytes, and of elements."""
     prices = [(step, price, value) for step in STEP_WEIGHTS for price in MEMORY_PRICES for value in PARAMETER_PRICES]
-    nothing = Weights(forward=0.0, backward=0.0)
-    by_step = {step: rows_of(Weights(step=step), modes) for step in STEP_WEIGHTS}
+    nothing = UnitWeights(forward=0.0, backward=0.0)
+    by_step = {step: rows_of(UnitWeights(step=step), modes) for step in STEP_WEIGHTS}
     by_byte = {price: rows_of(replace(nothing, activation_byte=price), modes) for price in MEMORY_PRICES}
     by_element = {
         value: rows_of(replace(nothing, parameter_element=value, expert_element=value, frozen_element=value), modes)
@@ -134,9 +134,9 @@ def _price_rows(modes: tuple[int, ...]) -> tuple[FloatArray, FloatArray, FloatAr
 
 
 def _scales(parts: FloatArray, modes: tuple[int, ...]) -> tuple[float, float, float]:
-    time = float((parts[Part.FORWARD] + parts[Part.BACKWARD]).min())
-    kept = float(max(parts[Part.KEPT + mode].max() for mode in modes))
-    held = float((parts[Part.ELEMENTS] + parts[Part.EXPERT_ELEMENTS] + parts[Part.FROZEN]).max())
+    time = float((parts[TablePart.FORWARD] + parts[TablePart.BACKWARD]).min())
+    kept = float(max(parts[TablePart.KEPT + mode].max() for mode in modes))
+    held = float((parts[TablePart.ELEMENTS] + parts[TablePart.EXPERT_ELEMENTS] + parts[TablePart.FROZEN]).max())
     return time, kept or 1.0, held or 1.0
 
 
@@ -211,11 +211,15 @@ def _multipliers(count: int) -> IntArray:
 def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> UnitLabels:
     parts = unit.factors.evaluate(found.states)
     columns = np.arange(len(mode))
-    again, again_communication = (parts[first + mode, columns] for first in (Part.AGAIN, Part.AGAIN_COMMUNICATION))
-    kept, transient = (parts[first + mode, columns] for first in (Part.KEPT, Part.TRANSIENT))
-    seconds = parts[Part.FORWARD] + parts[Part.BACKWARD] + again
-    once = parts[Part.STEP] + parts[Part.CUT] + parts[Part.CUT_LAST]
-    held = [parts[part] for part in (Part.ELEMENTS, Part.EXPERT_ELEMENTS, Part.FROZEN) if parts[part].any()]
+    again, again_communication = (
+        parts[first + mode, columns] for first in (TablePart.AGAIN, TablePart.AGAIN_COMMUNICATION)
+    )
+    kept, transient = (parts[first + mode, columns] for first in (TablePart.KEPT, TablePart.TRANSIENT))
+    seconds = parts[TablePart.FORWARD] + parts[TablePart.BACKWARD] + again
+    once = parts[TablePart.STEP] + parts[TablePart.CUT] + parts[TablePart.CUT_LAST]
+    held = [
+        parts[part] for part in (TablePart.ELEMENTS, TablePart.EXPERT_ELEMENTS, TablePart.FROZEN) if parts[part].any()
+    ]
     criteria = np.array([seconds, kept, *held, once])
     entries, exits = (unit.sizes.get(end, 1) for end in (ENTRY, EXIT))
     best = np.flatnonzero(_undominated(criteria, (mode * entries + found.entry) * exits + found.exit))
@@ -224,17 +228,17 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         np.ascontiguousarray(parts[:, best]), mode[best], again[best], again_communication[best]
     )  # fmt: skip
     states = {v: s[best] for v, s in found.states.items()}
-    calls = parts[Part.BACKWARD_CALLS] + parts[Part.AGAIN_CALLS + mode, np.arange(len(mode))]
+    calls = parts[TablePart.BACKWARD_CALLS] + parts[TablePart.AGAIN_CALLS + mode, np.arange(len(mode))]
     number = unit.model.number
     gradients, waiting = stage.shape.flight(number).peak(stage.parts.graph, states, mode)
     nowhere, zeros = np.full(len(best), -1), np.zeros(len(best))
     known = known_software(stage.case.costs.hardware)
     forward_launches, backward_launches = unit.model.chained_launches if known else unit.model.launches
     return UnitLabels(
-        forward_s=parts[Part.FORWARD],
-        backward_s=parts[Part.BACKWARD] + again,
-        forward_communication_s=parts[Part.FORWARD_COMMUNICATION],
-        backward_communication_s=parts[Part.BACKWARD_COMMUNICATION] + again_communication,
+        forward_s=parts[TablePart.FORWARD],
+        backward_s=parts[TablePart.BACKWARD] + again,
+        forward_communication_s=parts[TablePart.FORWARD_COMMUNICATION],
+        backward_communication_s=parts[TablePart.BACKWARD_COMMUNICATION] + again_communication,
         activation_bytes=kept[best],
         transient_bytes=transient[best] + gradients,
         waiting_bytes=waiting,
@@ -242,20 +246,20 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         backward_sums_s=zeros,
         forward_sums=zeros,
         backward_sums=zeros,
-        step_s=parts[Part.STEP],
-        gather_s=parts[Part.GATHER],
-        cut_s=parts[Part.CUT],
-        cut_last_s=parts[Part.CUT_LAST],
+        step_s=parts[TablePart.STEP],
+        gather_s=parts[TablePart.GATHER],
+        cut_s=parts[TablePart.CUT],
+        cut_last_s=parts[TablePart.CUT_LAST],
         again_s=again,
-        late_s=parts[Part.LATE],
-        forward_launches=forward_launches + parts[Part.FORWARD_CALLS],
+        late_s=parts[TablePart.LATE],
+        forward_launches=forward_launches + parts[TablePart.FORWARD_CALLS],
         backward_launches=np.array(backward_launches, dtype=np.float64)[mode] + calls,
         halved=np.full(len(best), float(len(unit.model.halved))),
-        gathered_elements=parts[Part.GATHERED],
-        unsummed_elements=parts[Part.UNSUMMED],
-        parameter_elements=parts[Part.ELEMENTS],
-        expert_elements=parts[Part.EXPERT_ELEMENTS],
-        frozen_elements=parts[Part.FROZEN],
+        gathered_elements=parts[TablePart.GATHERED],
+        unsummed_elements=parts[TablePart.UNSUMMED],
+        parameter_elements=parts[TablePart.ELEMENTS],
+        expert_elements=parts[TablePart.EXPERT_ELEMENTS],
+        frozen_elements=parts[TablePart.FROZEN],
         recompute=mode,
         entry=found.entry[best] if ENTRY in unit.kept else nowhere,
         exit=found.exit[best] if EXIT in unit.kept else nowhere,

@@ -13,8 +13,8 @@ from planner.graph.recompute import MODES
 from planner.search.problem.parts import Parts, has_partial
 from planner.search.problem.states import States
 from planner.search.problem.variables import Edge, Kind, Move
-from planner.search.units.amounts import NOTHING, AmountLedger, Ways, calls_of
-from planner.search.units.factors import Part, Scope
+from planner.search.units.amounts import NOTHING, AmountLedger, Redistributions, calls_of
+from planner.search.units.factors import Scope, TablePart
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.placement import REPLICATE
 from simulator.program import Kernel, Phase
@@ -159,30 +159,33 @@ class _Builder:
         if variable.kind is Kind.PARAMETER:
             part, elements = self._elements_part(states), self.ledger.elements(states)
             if variable.nodes[0] not in self.model.graph.trained:
-                self._charge((Part.FROZEN,), (number,), elements)
+                self._charge((TablePart.FROZEN,), (number,), elements)
                 return
-            self._charge((Part.ELEMENTS,), (number,), np.where(part, NOTHING, elements))
-            self._charge((Part.EXPERT_ELEMENTS,), (number,), np.where(part, elements, NOTHING))
+            self._charge((TablePart.ELEMENTS,), (number,), np.where(part, NOTHING, elements))
+            self._charge((TablePart.EXPERT_ELEMENTS,), (number,), np.where(part, elements, NOTHING))
             return
         for position, index in enumerate(variable.nodes):
             total, inside = self.ledger.seconds(states, position)
             forward = self.model.graph.nodes[index].phase is Phase.FORWARD
             again = [mode for mode, name in enumerate(MODES) if index in self.model.again[name].nodes]
-            own = Part.FORWARD if forward else Part.BACKWARD
-            waits = Part.FORWARD_COMMUNICATION if forward else Part.BACKWARD_COMMUNICATION
-            late = (Part.LATE,) if index in self.model.late else ()
+            own = TablePart.FORWARD if forward else TablePart.BACKWARD
+            waits = TablePart.FORWARD_COMMUNICATION if forward else TablePart.BACKWARD_COMMUNICATION
+            late = (TablePart.LATE,) if index in self.model.late else ()
             if index in self.model.halved:
-                self._charge((Part.LATE,), (number,), self.ledger.half_seconds(states, position))
-            self._charge((own, *late, *(Part.AGAIN + mode for mode in again)), (number,), total)
-            self._charge((waits, *(Part.AGAIN_COMMUNICATION + mode for mode in again)), (number,), inside)
-            called = (Part.FORWARD_CALLS if forward else Part.BACKWARD_CALLS, *(Part.AGAIN_CALLS + m for m in again))
+                self._charge((TablePart.LATE,), (number,), self.ledger.half_seconds(states, position))
+            self._charge((own, *late, *(TablePart.AGAIN + mode for mode in again)), (number,), total)
+            self._charge((waits, *(TablePart.AGAIN_COMMUNICATION + mode for mode in again)), (number,), inside)
+            called = (
+                TablePart.FORWARD_CALLS if forward else TablePart.BACKWARD_CALLS,
+                *(TablePart.AGAIN_CALLS + m for m in again),
+            )
             self._charge(called, (number,), self.ledger.calls_inside(states, position))
         if variable.kind is Kind.STATION:
             back = self.ledger.handing_back(states)
             self._forbid((number,), back.impossible)
-            self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), (number,), back.messages)
-            self._charge((Part.BACKWARD_CALLS,), (number,), calls_of(back.messages))
-            self._charge((Part.BACKWARD,), (number,), back.copies)
+            self._charge((TablePart.BACKWARD, TablePart.BACKWARD_COMMUNICATION), (number,), back.messages)
+            self._charge((TablePart.BACKWARD_CALLS,), (number,), calls_of(back.messages))
+            self._charge((TablePart.BACKWARD,), (number,), back.copies)
 
     def _elements_part(self, states: States) -> BoolArray:
         """States in which the expert axis shards a parameter."""
@@ -214,37 +217,37 @@ class _Builder:
             self._once_a_step(edge, move, ways, gathers=node.role is Role.PARAMETER)
             return
         if node.phase is Phase.BACKWARD:
-            self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), scope, ways.messages)
-            self._charge((Part.BACKWARD_CALLS,), scope, calls_of(ways.messages))
-            self._charge((Part.BACKWARD,), scope, ways.copies)
+            self._charge((TablePart.BACKWARD, TablePart.BACKWARD_COMMUNICATION), scope, ways.messages)
+            self._charge((TablePart.BACKWARD_CALLS,), scope, calls_of(ways.messages))
+            self._charge((TablePart.BACKWARD,), scope, ways.copies)
             return
-        self._charge((Part.FORWARD, Part.FORWARD_COMMUNICATION), scope, ways.messages)
-        self._charge((Part.FORWARD_CALLS,), scope, calls_of(ways.messages))
-        self._charge((Part.FORWARD,), scope, ways.copies)
+        self._charge((TablePart.FORWARD, TablePart.FORWARD_COMMUNICATION), scope, ways.messages)
+        self._charge((TablePart.FORWARD_CALLS,), scope, calls_of(ways.messages))
+        self._charge((TablePart.FORWARD,), scope, ways.copies)
         for mode in (1, 2):
             again = self._moved_again(edge, mode)
             if again is not None:
                 sent, copied = (np.where(again, numbers, NOTHING) for numbers in (ways.messages, ways.copies))
-                self._charge((Part.AGAIN + mode, Part.AGAIN_COMMUNICATION + mode), scope, sent)
-                self._charge((Part.AGAIN_CALLS + mode,), scope, calls_of(sent))
-                self._charge((Part.AGAIN + mode,), scope, copied)
+                self._charge((TablePart.AGAIN + mode, TablePart.AGAIN_COMMUNICATION + mode), scope, sent)
+                self._charge((TablePart.AGAIN_CALLS + mode,), scope, calls_of(sent))
+                self._charge((TablePart.AGAIN + mode,), scope, copied)
 
-    def _once_a_step(self, edge: Edge, move: Move, ways: Ways, *, gathers: bool) -> None:
+    def _once_a_step(self, edge: Edge, move: Move, ways: Redistributions, *, gathers: bool) -> None:
         """Charge messages and copies once a step: which gather parameters, and what stands besides the stored parts."""
         scope = (edge.source, edge.target)
         if gathers:
             read = self.ledger.elements_of(
                 edge.tensor, self.parts.states(edge.target).placements(edge.tensor, reads=True)
             )
-            self._charge((Part.STEP, Part.GATHER), scope, ways.messages)
-            self._charge((Part.CUT_LAST,), scope, ways.copies)
-            self._charge((Part.GATHERED,), scope, np.where(ways.messages == NOTHING, NOTHING, read[None, :]))
+            self._charge((TablePart.STEP, TablePart.GATHER), scope, ways.messages)
+            self._charge((TablePart.CUT_LAST,), scope, ways.copies)
+            self._charge((TablePart.GATHERED,), scope, np.where(ways.messages == NOTHING, NOTHING, read[None, :]))
             return
-        self._charge((Part.STEP,), scope, ways.messages)
+        self._charge((TablePart.STEP,), scope, ways.messages)
         # The data axis scatters a dim of its own where there is one, else the dim that is cut here afterwards.
         last = len(self.model.graph.spec(edge.tensor).shape) == 1
-        self._charge((Part.CUT_LAST if last else Part.CUT,), scope, ways.copies)
-        self._charge((Part.UNSUMMED,), scope, self.ledger.excess(edge, move))
+        self._charge((TablePart.CUT_LAST if last else TablePart.CUT,), scope, ways.copies)
+        self._charge((TablePart.UNSUMMED,), scope, self.ledger.excess(edge, move))
 
     def _moved_again(self, edge: Edge, mode: int) -> BoolArray | None:
         """Where a forward tensor is moved again: a column over the writer's states, None where it never is.
@@ -322,7 +325,7 @@ class _Builder:
         """Charge bytes of a tensor that is kept, and that stands for a while where it is computed again instead."""
         again = [mode for mode in (1, 2) if ref.node in self.model.again[MODES[mode]].nodes]
         passing = again if ref != self.model.entry_tensor else []
-        self._charge((Part.KEPT, *(Part.TRANSIENT + mode for mode in passing)), scope, size)
+        self._charge((TablePart.KEPT, *(TablePart.TRANSIENT + mode for mode in passing)), scope, size)
 
     def _numbers(self, ref: TensorRef, number: int, *, reads: bool = False) -> IntArray:
         return self.parts.states(number).numbers(ref, len(self.model.graph.spec(ref).shape), reads=reads)
@@ -343,14 +346,14 @@ class _Builder:
                 continue
             if ref == model.entry_tensor:
                 assert station is not None  # every boundary has one
-                self._charge((Part.KEPT + mode,), (station,), self._written(ref, station))
+                self._charge((TablePart.KEPT + mode,), (station,), self._written(ref, station))
                 continue
             readers = sorted(model.again[MODES[mode]].readers[ref])
             written = self._written(ref, owner)
             if owner in readers or not readers or (station is None and len(readers) > 1):
-                self._charge((Part.KEPT + mode,), (owner,), written)
+                self._charge((TablePart.KEPT + mode,), (owner,), written)
                 continue
             reader = readers[0] if station is None else station
             partial = has_partial(self.parts.states(owner).placements(ref, reads=False))
             size = np.where(partial[:, None], self._read(ref, reader)[None, :], written[:, None])
-            self._charge((Part.KEPT + mode,), (owner, reader), size)
+            self._charge((TablePart.KEPT + mode,), (owner, reader), size)

@@ -9,7 +9,7 @@ import torch
 
 from planner.cli.comparison_tables import comparison_report, reasons
 from planner.execution.machine import FINISH, RUN, START
-from planner.execution.measuring.clocks import RankRecord, Recorder, catalogue
+from planner.execution.measuring.clocks import RankClocks, RankRecord, catalogue
 from planner.execution.measuring.comparing import BETWEEN, MESSAGES, OPERATORS, WAITING, ErrorRow, compare
 from planner.execution.measuring.recorded import rank_entries, rank_times
 from planner.execution.measuring.run_trace import MEASURED
@@ -135,7 +135,7 @@ def test_ranks_with_clocks_of_their_own_are_laid_over_each_other(lowered_plan):
 
 def test_a_recorder_that_is_off_records_nothing(lowered_plan):
     _, lowered = lowered_plan
-    recorder = Recorder(lowered, 0, torch.device("cpu"))
+    recorder = RankClocks(lowered, 0, torch.device("cpu"))
     ran = []
     action = recorder.action(catalogue(lowered, 0)[3], RUN, lambda: ran.append(1))
     action()

@@ -7,8 +7,8 @@ import torch
 
 from planner.execution.data import samples
 from planner.execution.data.formats import read_cifar10, read_idx, read_mnist
-from planner.execution.data.loader import Loader, Share
-from planner.execution.data.samples import Batches, InputSpec, Position, Shard, check_dataset, open_dataset
+from planner.execution.data.loader import LoadedShare, Loader
+from planner.execution.data.samples import Batches, BatchInput, Position, Shard, check_dataset, open_dataset
 from planner.execution.data.token_files import read_tokens
 from planner.execution.job import own_piece
 from planner.sharding.placement import Mesh, MeshAxis
@@ -16,14 +16,14 @@ from simulator.errors import InputError
 
 
 def image(size=28, channels=1, batch=8, dtype=torch.float32):
-    return InputSpec(name="image", kind="image", shape=(batch, channels, size, size), dtype=dtype)
+    return BatchInput(name="image", kind="image", shape=(batch, channels, size, size), dtype=dtype)
 
 
-LABEL = InputSpec(name="label", kind="label", shape=(8,), dtype=torch.int64, high=10)
-FEATURES = InputSpec(name="x", kind="features", shape=(8, 784), dtype=torch.float64)
-TARGET = InputSpec(name="y", kind="target", shape=(8, 1), dtype=torch.float64)
-TOKENS = InputSpec(name="tokens", kind="tokens", shape=(4, 16), dtype=torch.int64, high=256)
-NEXT = InputSpec(name="next", kind="next_tokens", shape=(4, 16), dtype=torch.int64, high=256)
+LABEL = BatchInput(name="label", kind="label", shape=(8,), dtype=torch.int64, high=10)
+FEATURES = BatchInput(name="x", kind="features", shape=(8, 784), dtype=torch.float64)
+TARGET = BatchInput(name="y", kind="target", shape=(8, 1), dtype=torch.float64)
+TOKENS = BatchInput(name="tokens", kind="tokens", shape=(4, 16), dtype=torch.int64, high=256)
+NEXT = BatchInput(name="next", kind="next_tokens", shape=(4, 16), dtype=torch.int64, high=256)
 
 
 def batches(name, *specs, seed=0):
@@ -67,7 +67,7 @@ class TestDigits:
 
     def test_without_importing_scikit_learn_every_number_is_its_own(self):
         datasets = pytest.importorskip("sklearn.datasets")
-        whole = InputSpec(name="image", kind="image", shape=(1797, 1, 8, 8), dtype=torch.float64)
+        whole = BatchInput(name="image", kind="image", shape=(1797, 1, 8, 8), dtype=torch.float64)
         dataset = open_dataset("digits", (whole,), 0)
         pixels = dataset.sample(whole, np.arange(1797)).numpy().reshape(1797, 8, 8)
         assert np.abs((pixels + 1) * 8 - datasets.load_digits().images).max() < 0.1
@@ -84,7 +84,7 @@ class TestDigits:
         assert torch.equal(data.load(TARGET, 0)[:, 0], labels.double())
 
     def test_too_few_classes(self):
-        few = InputSpec(name="label", kind="label", shape=(8,), dtype=torch.int64, high=5)
+        few = BatchInput(name="label", kind="label", shape=(8,), dtype=torch.int64, high=5)
         with pytest.raises(InputError, match="10 classes"):
             batches("digits", image(), few).load(few, 0)
 
@@ -158,7 +158,7 @@ class TestText:
             batches("text:nowhere.txt", TOKENS)
 
     def test_small_vocabulary(self):
-        small = InputSpec(name="tokens", kind="tokens", shape=(4, 16), dtype=torch.int64, high=32)
+        small = BatchInput(name="tokens", kind="tokens", shape=(4, 16), dtype=torch.int64, high=32)
         with pytest.raises(InputError, match="vocabulary 32"):
             check_dataset(open_dataset("text", (small,), 0), (small,))
 
@@ -265,7 +265,7 @@ class TestLoader:
     def loader(self, spec, placements, coordinates, *, ahead=0, position=START, name="digits", device="cpu"):
         return Loader(
             batches(name, spec),
-            [Share(spec=spec, placements=placements)],
+            [LoadedShare(spec=spec, placements=placements)],
             self.MESH,
             coordinates,
             micro_batches=3,

@@ -13,7 +13,7 @@ from planner.execution.measuring.recorded import timed_instructions
 from planner.execution.virtual import ranks
 from planner.execution.virtual.devices import VirtualOptions, run_virtual
 from planner.execution.virtual.ranks import VirtualJob, first_stretch
-from planner.execution.virtual.script import Begin, End, Fetch, Post, Work, rank_scripts
+from planner.execution.virtual.script import BeginMessage, Computation, End, Post, Receive, rank_scripts
 from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.loading import lower_to_run
@@ -48,7 +48,7 @@ def test_a_script_holds_all_work_and_all_messages():
     graph = checked_graph(plan)
     timed, slow_timed = (lower_pipeline(plan, graph, one) for one in (hardware, slow))
     (deeds,) = rank_scripts(plan, lowered, timed, slow_timed, hardware, slow)
-    begun = [deed for deed in deeds if isinstance(deed, Begin)]
+    begun = [deed for deed in deeds if isinstance(deed, BeginMessage)]
     messages = sum(task.collective is not None and times for _, task, times in timed_instructions(lowered, 0))
     assert len(begun) == messages
     assert sorted(deed.number for deed in begun) == sorted(deed.number for deed in deeds if isinstance(deed, End))
@@ -56,7 +56,7 @@ def test_a_script_holds_all_work_and_all_messages():
     assert any(deed.slow_seconds > deed.seconds for deed in begun)
     open_now = set()
     for deed in deeds:
-        if isinstance(deed, Begin):
+        if isinstance(deed, BeginMessage):
             open_now.add(deed.number)
         elif isinstance(deed, End):
             open_now.remove(deed.number)
@@ -69,7 +69,7 @@ def test_what_one_stage_sends_another_fetches():
     lowered, timed = lower_to_run(plan, "unused"), lower_pipeline(plan, checked_graph(plan), hardware)
     scripts = rank_scripts(plan, lowered, timed, timed, hardware, hardware)
     posts = {(rank, deed.rank, deed.tag) for rank, s in enumerate(scripts) for deed in s if isinstance(deed, Post)}
-    fetches = {(deed.rank, rank, deed.tag) for rank, s in enumerate(scripts) for deed in s if isinstance(deed, Fetch)}
+    fetches = {(deed.rank, rank, deed.tag) for rank, s in enumerate(scripts) for deed in s if isinstance(deed, Receive)}
     assert posts == fetches
     assert len(posts) == 2 * plan.micro_batches
 
@@ -77,8 +77,8 @@ def test_what_one_stage_sends_another_fetches():
 def test_time_is_stretched_until_messages_do_not_show():
     def job(seconds, step_s):
         script = [
-            Work(seconds=step_s - seconds),
-            Begin(number=0, axis=0, collective=None, seconds=seconds, slow_seconds=seconds),
+            Computation(seconds=step_s - seconds),
+            BeginMessage(number=0, axis=0, collective=None, seconds=seconds, slow_seconds=seconds),
         ]
         return VirtualJob(scripts=[script], groups=[], pipeline_stride=0, factors=[1.0], link_ranks=None, slow=False,
                     steps=1, step_s=step_s, stretch=None)  # fmt: skip
@@ -147,8 +147,8 @@ def test_steps_of_ranks_that_end_one_after_the_other_follow_at_the_period(monkey
         for i in range(*schedule.offsets[rank : rank + 2].tolist()):
             tag, other = int(2 * schedule.micro_batch[i] + (schedule.kind[i] > 0)), 1 - rank
             if schedule.previous[i] >= 0:
-                yield Fetch(rank=other, tag=tag)
-            yield Work(seconds=second)
+                yield Receive(rank=other, tag=tag)
+            yield Computation(seconds=second)
             if i in schedule.previous:
                 yield Post(rank=other, tag=tag, seconds=0.0, slow_seconds=0.0, blocking=False)
 

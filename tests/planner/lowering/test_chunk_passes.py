@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.lowering.chunk_passes import PassWriter
-from planner.lowering.draft import Draft
+from planner.lowering.draft import PassDraft
 from planner.lowering.pipeline import lower_pipeline
 from planner.plans.plan import Plan
 from simulator.profiles import load_profile
@@ -19,14 +19,16 @@ LAYERS = 12
 GRAPH = captured("gpt2-tiny", LAYERS)
 
 
-def drafts(plan: Plan, monkeypatch: pytest.MonkeyPatch, *, known: bool) -> tuple[list[Draft], list[list[object]], int]:
+def drafts(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, *, known: bool
+) -> tuple[list[PassDraft], list[list[object]], int]:
     """Every pass as it is written, with the tasks of its operators, and how many units were written for it."""
-    found: list[Draft] = []
+    found: list[PassDraft] = []
     tasks: list[list[object]] = []
     units = 0
     write, unit = PassWriter.write, PassWriter._unit
 
-    def written(self: PassWriter) -> Draft:
+    def written(self: PassWriter) -> PassDraft:
         found.append(write(self))
         tasks.append([[self.work.tasks[n] for n in numbers] for numbers in found[-1].tasks])
         return found[-1]

@@ -14,7 +14,7 @@ from planner.search.stages import one_rank
 from planner.search.stages.byte_grid import LONG, ByteGrid, GridKind, spacing_of
 from planner.search.stages.fragments import ACTIVATION, STEADY, TRANSIENT, Fragments
 from planner.search.stages.partition import partition
-from planner.search.stages.priced_chain import PricedChain, Ways
+from planner.search.stages.priced_chain import PricedChain, PricedWays
 from planner.search.stages.task import PartitionTask
 
 TENSOR = 64.0
@@ -174,8 +174,8 @@ def test_units_none_of_whose_ways_takes_less_than_the_limit_leave_no_choice() ->
     """A better plan may be known than any that this limit on the most of all units leaves."""
     kind = [(9 - n, TENSOR * n, 0, 0) for n in range(4)]
     values, one = np.array([(s, 0.0, 0.0, held) for s, held, *_ in kind], dtype=float), np.zeros(4, dtype=np.int64)
-    first = Ways(values[:1], np.ones(1), one[:1], one[:1], one[:1])
-    row = Ways(values, np.ones(4), one, one, np.arange(4))
+    first = PricedWays(values[:1], np.ones(1), one[:1], one[:1], one[:1])
+    row = PricedWays(values, np.ones(4), one, one, np.arange(4))
     chain = PricedChain([first, row], [1, LONG], 1.5 * LONG * TENSOR)
     assert chain.spacing == TENSOR
     choices, least = chain.spaced(chain.bound_s * 1.01)

@@ -18,9 +18,9 @@ from planner.search.problem.parts import Parts
 from planner.search.problem.states import Setting
 from planner.search.problem.variables import Kind
 from planner.search.units import family, rules
-from planner.search.units.factors import Part
+from planner.search.units.factors import TablePart
 from planner.search.units.family import Family
-from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
+from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_decisions, stage_tables
 from planner.search.units.stage_decisions import links_of
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
@@ -129,7 +129,7 @@ def test_seconds_are_those_of_the_whole_objective(mesh: Mesh, batch: int, seed: 
     """Any assignment that is possible costs what the search over operators says, updates aside."""
     source = prepared("mlp")
     tables, random = tables_of(source, mesh, batch), np.random.default_rng(seed)
-    weights = Weights(forward=random.uniform(0.5, 2), backward=random.uniform(0.5, 2), step=random.uniform(0, 2))
+    weights = UnitWeights(forward=random.uniform(0.5, 2), backward=random.uniform(0.5, 2), step=random.uniform(0, 2))
     states: dict[int, int] = {}
     found = tables.minimum(weights)
     for assignment in found.assignments:
@@ -144,7 +144,9 @@ def test_seconds_are_those_of_the_whole_objective(mesh: Mesh, batch: int, seed: 
     for number, assignment in zip(tables.chain.positions, found.assignments, strict=True):
         one = {v: np.array([s]) for v, s in assignment.items()}
         counted += float(
-            tables._stage.unit(number).factors.evaluate(one)[[Part.FORWARD, Part.BACKWARD, Part.STEP]].sum()
+            tables._stage.unit(number)
+            .factors.evaluate(one)[[TablePart.FORWARD, TablePart.BACKWARD, TablePart.STEP]]
+            .sum()
         )
     assert counted == pytest.approx(seconds, rel=1e-9)
 
@@ -177,7 +179,7 @@ def test_stages_that_are_bounded_together_have_their_own_bounds(name: str, seque
             tables = tables_of(source, mesh, batch, sequence_parallel)
         except InputError:
             continue
-        expected, whole = tables.matrices(Weights()), np.zeros(1)
+        expected, whole = tables.matrices(UnitWeights()), np.zeros(1)
         for number in tables.chain.positions:
             whole = (whole[:, None] + expected[number]).min(axis=0)
         for least, table in zip(tables.least.between_s, expected, strict=True):
@@ -191,7 +193,7 @@ def test_no_label_passes_faster_than_what_it_keeps_and_holds_leaves_at_least(nam
     tables = tables_of(prepared(name), mesh, 4)
     prices, seconds = tables.priced
     for price, least_s in zip(prices.tolist(), seconds.tolist(), strict=True):
-        weights, whole = Weights(activation_byte=price), np.zeros(1)
+        weights, whole = UnitWeights(activation_byte=price), np.zeros(1)
         matrices = tables.matrices(weights)
         for number in tables.chain.positions:
             whole = (whole[:, None] + matrices[number]).min(axis=0)
@@ -216,7 +218,7 @@ def test_tied_parameters_of_stages_bounded_together_lie_as_is_best_for_each() ->
 def plain_step(stage: Stage, shared: Mapping[int, int]) -> float:
     """Least cost of a plain step of the whole chain with tied parameters in the given states."""
     value = np.zeros(1)
-    matrices = stage.matrices(Weights(step=1 / 32), None, shared)
+    matrices = stage.matrices(UnitWeights(step=1 / 32), None, shared)
     for number in stage.chain.positions:
         value = (value[:, None] + matrices[number]).min(axis=0)
     return float(value[0])

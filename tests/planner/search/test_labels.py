@@ -25,8 +25,8 @@ from planner.search.dynamic_programming import fastest
 from planner.search.problem.problem import Problem
 from planner.search.problem.variables import Kind
 from planner.search.units import sweep
-from planner.search.units.factors import PARTS, Part, UnitFactors
-from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
+from planner.search.units.factors import PARTS, TablePart, UnitFactors
+from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_decisions, stage_tables
 from planner.search.units.rules import rules_of
 from planner.search.units.stage_tables import ENTRY, EXIT
 from planner.sharding.placement import Mesh
@@ -35,7 +35,7 @@ from simulator.profiles import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, captured, captured_small, make_mesh
 
 WEIGHTS = st.builds(
-    Weights,
+    UnitWeights,
     forward=st.floats(0.1, 2),
     backward=st.floats(0.1, 2),
     step=st.floats(0, 1),
@@ -68,7 +68,7 @@ def tables_of(name: str, mesh: Mesh, sequence_parallel: bool | None = None, *, u
 
 def block_rules(tables: StageTables, place: int) -> dict[str, tuple[int, ...]]:
     """Placements of outputs, or of a parameter, on the only axis in the best plan: by node of one block."""
-    best = tables.minimum(Weights(step=1 / 64))
+    best = tables.minimum(UnitWeights(step=1 / 64))
     number = tables.chain.positions[place]
     decisions, graph = tables.decisions.decisions, tables.parts.graph
     found = {}
@@ -102,7 +102,7 @@ def sequence_parallel(tables: StageTables, unit: int) -> np.ndarray:
 
 def test_without_sequence_parallelism_norms_are_whole_and_slower() -> None:
     free, without, pinned = (tables_of("gpt3-175b", make_mesh(tensor=8), asked) for asked in (None, False, True))
-    weights = Weights(step=1 / 64)
+    weights = UnitWeights(step=1 / 64)
     best = free.minimum(weights).value
     assert best == pytest.approx(pinned.minimum(weights).value, rel=0.01)
     assert without.minimum(weights).value > best * 1.001
@@ -114,7 +114,7 @@ def test_without_sequence_parallelism_norms_are_whole_and_slower() -> None:
 def test_a_sequence_that_does_not_divide_cannot_be_sharded() -> None:
     with pytest.raises(InputError, match=r"cannot be sharded along the sequence over 5 ranks"):
         tables_of("gpt", make_mesh(tensor=5), True)
-    assert tables_of("gpt", make_mesh(tensor=5)).minimum(Weights()).value > 0
+    assert tables_of("gpt", make_mesh(tensor=5)).minimum(UnitWeights()).value > 0
 
 
 def test_the_blocks_of_a_run_share_one_table() -> None:
@@ -135,7 +135,7 @@ MESHES = (make_mesh(), make_mesh(tensor=2), make_mesh(tensor=2, expert=2))
 def test_the_minimum_is_that_of_the_whole_objective(name: str, mesh: Mesh) -> None:
     """Over the unfolded network, parameter updates aside, which labels leave to data parallelism."""
     tables = tables_of(name, mesh, unfolded=True)
-    best = tables.minimum(Weights(step=1.0))
+    best = tables.minimum(UnitWeights(step=1.0))
     problem = tables.problem
     states: dict[int, int] = {}
     for assignment in best.assignments:
@@ -162,7 +162,7 @@ def modeless(tables: StageTables, assignments: tuple[object, ...]) -> float:
     total = 0.0
     for number, states in zip(tables.chain.positions, assignments, strict=True):
         parts = tables._stage.unit(number).factors.evaluate({v: np.array([s]) for v, s in states.items()})  # type: ignore[attr-defined]
-        total += float(parts[[Part.FORWARD, Part.BACKWARD, Part.STEP]].sum())
+        total += float(parts[[TablePart.FORWARD, TablePart.BACKWARD, TablePart.STEP]].sum())
     return total
 
 
@@ -171,7 +171,7 @@ def modeless(tables: StageTables, assignments: tuple[object, ...]) -> float:
 @pytest.mark.parametrize(
     "mesh", [MESHES[1], pytest.param(MESHES[2], marks=pytest.mark.slow)], ids=["tensor", "two-axes"]
 )
-def test_no_choice_of_labels_is_cheaper_than_the_minimum(mesh: Mesh, weights: Weights) -> None:
+def test_no_choice_of_labels_is_cheaper_than_the_minimum(mesh: Mesh, weights: UnitWeights) -> None:
     tables = tables_of("gpt", mesh)
     exact = tables.minimum(weights)
     best = {-1: 0.0}
@@ -237,7 +237,7 @@ def test_units_of_one_form_are_solved_together_as_each_is_alone() -> None:
     for n, unit in enumerate(units):
         scaled = unit.factors.parts * random.uniform(0.5, 2, unit.factors.parts.shape)
         units[n] = replace(unit, factors=replace(unit.factors, parts=scaled))
-    rows, shared = stage.rows(Weights(step=1 / 64, activation_byte=1e-9)), stage.best_shared()
+    rows, shared = stage.rows(UnitWeights(step=1 / 64, activation_byte=1e-9)), stage.best_shared()
     together = sweep._solved(units, [rows] * len(units), shared, len(rows))
     alone = [sweep._solved([unit], [rows], shared, len(rows))[0] for unit in units]
     assert len({np.array([*solved.states.values()]).tobytes() for solved in together}) == len(units)

@@ -11,7 +11,7 @@ import pytest
 from planner.plans.pins import Pins
 from planner.search.candidates import _micro_batch_counts
 from planner.search.configurations import agenda, branch_and_bound, limits
-from planner.search.configurations.nodes import Node, Stage
+from planner.search.configurations.nodes import Depth, SearchNode
 from planner.search.configurations.space import Extent, schedules
 from planner.search.configurations.step_model import Configuration
 from planner.search.stages.chain_bound import chain_bound
@@ -73,7 +73,7 @@ def test_few_ways_far_from_the_best_are_not_partitioned_and_prove_as_much() -> N
         tried = branch_and_bound._Search(extent, model(8.0), lambda c: made_tables(network(), c, A100), 0.0, 3, 96)
         assert tried._opened(placed) is not None
         tried.best = best
-        tried._solve(bound, Node(Stage.BOUNDED, placed, task))
+        tried._solve(bound, SearchNode(Depth.BOUNDED, placed, task))
         found.append(tried)
     every, near = found
     assert (every.result.solved, near.result.solved) == (1, 0)

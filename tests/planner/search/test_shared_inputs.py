@@ -10,7 +10,7 @@ from planner.graph.capture import capture_module
 from planner.graph.folding import fold, unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
-from planner.search.units.labels import Weights, stage_decisions, stage_tables
+from planner.search.units.labels import UnitWeights, stage_decisions, stage_tables
 from simulator.profiles import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, make_mesh
 from tests.planner.sharding.small_networks import BatchTensor
@@ -50,7 +50,7 @@ def least(graph: OperatorGraph, tensor: int) -> float:
         optimizer=optimizer("adamw"), bucket_bytes=BUCKET_BYTES,
     )  # fmt: skip
     assert all(len(unit.forward_s) for unit in tables.units)
-    return tables.minimum(Weights(step=1 / 64)).value
+    return tables.minimum(UnitWeights(step=1 / 64)).value
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

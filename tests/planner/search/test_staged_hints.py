@@ -23,7 +23,7 @@ from planner.search.problem.hints import first_not_kept, told_apart
 from planner.search.problem.unaligned import apart
 from planner.search.units.factors import rows_of
 from planner.search.units.hinted import StageHints, StageMesh, hinted_decisions
-from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
+from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_decisions, stage_tables
 from planner.sharding.cuts import OperatorCuts
 from planner.sharding.placement import REPLICATE, MeshAxis, placement_name
 from planner.sharding.rules import Rule
@@ -73,7 +73,7 @@ WANTED = {"layers.0/addmm": 1, "layers.1/addmm": -2}
 def test_tables_are_those_of_all_placements_that_keep_the_hints(number: int, seed: int) -> None:
     """Every placement of every operator of a unit is tried; those that break a hint do not count."""
     random = np.random.default_rng(seed)
-    weights = Weights(forward=random.uniform(0.1, 2), backward=random.uniform(0.1, 2), step=random.uniform(0, 1))
+    weights = UnitWeights(forward=random.uniform(0.1, 2), backward=random.uniform(0.1, 2), step=random.uniform(0, 1))
     found = tabled(left(COLUMNS, ROWS)).matrices(weights)[number]
     free = tabled(source())
     factors, names = free._stage.unit(number).factors, [node.name for node in source().graph.nodes]
@@ -127,7 +127,7 @@ def test_the_rest_cuts_the_batch_on_both_axes() -> None:
     assert decisions.free_axes == FREE_AXES
     tables = tabled(decisions)
     names = [node.name for node in source().graph.nodes]
-    best = tables.minimum(Weights(step=1.0))
+    best = tables.minimum(UnitWeights(step=1.0))
     states = {v: s for assignment in best.assignments for v, s in assignment.items()}
     for name, wanted in {"layers.0/addmm": 1, "layers.1/addmm": 0, "relu": 0, "layers.2/addmm": 0}.items():
         variable = decisions.decisions.of_node[names.index(name)]

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
-from planner.cli.config import Configuration, PlanSettings, with_config
+from planner.cli.config import GivenOptions, PlanSettings, with_config
 from planner.exchange.mindspore.mindformers import is_mindformers, translate
 from planner.exchange.mindspore.notes import Sizes, check_sizes, sizes_of, used_devices, vocabulary_marks
 from planner.execution.options import ExecuteOptions
@@ -60,7 +60,7 @@ def changed(**parts: Any) -> dict[str, Any]:
     return document
 
 
-def configured(folder: Path, document: dict[str, Any], **given: Any) -> Configuration:
+def configured(folder: Path, document: dict[str, Any], **given: Any) -> GivenOptions:
     path = folder / "parallel.yaml"
     path.write_text(yaml.safe_dump(document))
     return with_config(PlanSettings(**{"network": "zoo:gpt2", "hw": "dgx-a100", **given}), path)
