@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,12 @@ def run(*arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_planning_from_python(tmp_path: Path) -> None:
-    lines = run(str(ROOT / "examples" / "plan_from_python.py"), folder=tmp_path).splitlines()
+def test_planning_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "examples" / "plan_from_python.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["dgx1-v100", "dgx-a100", "dgx-h100"]
 
 
