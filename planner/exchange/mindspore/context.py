@@ -30,7 +30,7 @@ class AutoParallelContext:
     >>> context.set(pipeline_stages=3)
     Traceback (most recent call last):
     ...
-    simulator.errors.ContextError: pipeline_stages=3 does not divide device_num=8; use 1, 2, 4 or 8
+    simulator.errors.ContextError: pipeline_stages=3 does not divide device_num=8; use 2 or 4
     """
 
     def __init__(self, **keys: Any) -> None:
