@@ -29,7 +29,7 @@ class TighterLimits:
     under : bytes of the greatest under which none was found
     step : bytes by which the nearest of those misses the memory
 
-    >>> limits = Limits(over=100.0)
+    >>> limits = TighterLimits(over=100.0)
     >>> limits.missed(100.0, 10.0)
     >>> limits.next
     90.0
