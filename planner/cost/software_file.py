@@ -107,6 +107,7 @@ class MemoryHabits(Part):
     master_weight_bytes: Literal[2, 4] = 4
     frozen_weight_bytes: NonNegative = 0.0
     recompute_activation_function: bool = False
+    recompute_norms: bool = False
     every_second_product: bool = False
     fused_loss: bool = False
     scripted_loss: bool = False

@@ -34,6 +34,7 @@ class MemorySettings(TypedDict):
     frozen_weight_bytes: float
     offload_activations: bool
     recompute_activation_function: bool
+    recompute_norms: bool
     every_second_product: bool
     fused_loss: bool
     scripted_loss: bool
@@ -69,6 +70,7 @@ def memory_settings(row: FileRow) -> MemorySettings:
         recompute_activation_function="activation-function recompute" in words
         # Megatron-Core's ``--recompute-modules moe_act``.
         or bool(re.search(r"\b(?:moe_)?act\b", row.text("recompute").lower())),
+        recompute_norms=bool(re.search(r"\bnorm, act|\blayernorm\b", row.text("recompute").lower())),
         every_second_product="torchtitan" in framework
         and bool(re.search(r"select\w*(?: \(?op\b| \(config)", row.text("recompute").lower())),
         fused_loss=bool(re.search(r"cross[-_]entropy[-_](?:loss[-_])?fusion", words))

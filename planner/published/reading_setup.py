@@ -319,7 +319,7 @@ def recompute(row: FileRow, network: Network, pp: int, notes: list[str]) -> tupl
         notes.append("recomputed experts taken as whole layers")
         return Recompute.FULL, 0
     if re.search(r"\bnorm, act|layernorm|activation-function", text) and "full" not in text:
-        notes.append("recomputed norms and activations are not counted")
+        notes.append("norms and activations that are computed again take no time")
         return Recompute.NONE, 0
     if kind in tuple(Recompute):
         block = re.search(r"block layers=(\d+)", text)

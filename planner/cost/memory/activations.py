@@ -22,7 +22,8 @@ class LayerActivations:
     """Bytes of one layer, one micro-batch, one rank.
 
     ``saved`` stands from forward to backward with nothing recomputed, ``core`` is the part of it that selective
-    recompute drops, ``function`` the output of the activation function, ``input`` all that full recompute keeps,
+    recompute drops, ``function`` the output of the activation function, ``norms`` those of the layer's norms that
+    products read, ``input`` all that full recompute keeps,
     ``alternate`` what is kept where every second product is computed again, ``working`` what the backward of the
     layer needs besides.
     """
@@ -30,6 +31,7 @@ class LayerActivations:
     saved: float
     core: float
     function: float
+    norms: float
     input: float
     alternate: float
     working: float
@@ -39,7 +41,8 @@ class LayerActivations:
         if mode is Recompute.FULL:
             return self.input
         core = self.core if mode is Recompute.SELECTIVE else 0.0
-        return self.saved - core - (self.function if setup.recompute_activation_function else 0.0)
+        again = self.function if setup.recompute_activation_function else 0.0
+        return self.saved - core - again - (self.norms if setup.recompute_norms else 0.0)
 
     def backward_working(self, setup: TrainingSetup, mode: Recompute) -> float:
         """What the backward of the layer needs besides `kept`, recomputed values included."""
@@ -93,6 +96,7 @@ def layer_activations(
         saved=saved + feed_forward,
         core=core,
         function=function,
+        norms=2 * sizes.stream * sizes.product_input,
         input=sizes.stream * element,
         alternate=_alternate(shape, setup, sizes, experts=experts),
         # What the feed-forward network kept is gone by the time attention goes back.
@@ -228,7 +232,7 @@ def _experts(
     saved, function, working = _activation(shape, setup, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
     saved += routed * shape.hidden * (sizes.product_input + element)
     if traits.weighted_experts:
-        saved += function
+        saved, function = saved + function, 2 * function
     working += routed * shape.hidden * element
     if experts.shared_feed_forward:
         shared = _activation(shape, setup, traits, sizes, sizes.tokens * experts.shared_feed_forward / setup.tp)

@@ -344,6 +344,22 @@ def test_experts_keep_the_output_of_their_function_before_and_after_its_weight(s
     assert weighted - plain == 2 * MIXTRAL.sequence_length * 14336 * 2
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_functions_and_norms_that_are_computed_again_are_not_kept(experts: bool) -> None:
+    """Two norms of a layer; what a function returns, and for experts its product with their weights."""
+    setup, traits = run(MIXTRAL, stack=Stack.TRANSFORMER_ENGINE).setup, traits_of(Stack.TRANSFORMER_ENGINE)
+    layer = layer_activations(MIXTRAL, setup, traits, experts=experts)
+    tokens, hidden, inner = MIXTRAL.sequence_length, MIXTRAL.hidden, MIXTRAL.feed_forward
+    kept = {
+        name: layer.kept(replace(setup, **{name: True}), Recompute.NONE)
+        for name in ("recompute_norms", "recompute_activation_function", "grouped_products")
+    }
+    usual = kept.pop("grouped_products")
+    assert usual - kept["recompute_norms"] == 2 * tokens * hidden * 2
+    times = 2 * MIXTRAL.experts.per_token if experts and MIXTRAL.experts else 1
+    assert usual - kept["recompute_activation_function"] == pytest.approx(times * tokens * inner * 2)
+
+
 def test_weights_are_drawn_in_float32() -> None:
     """Of one frozen layer and a head, drawing the head's weights takes most."""
     shape = llama(2, 4096, 32, 8, 14336, vocabulary=128256, sequence_length=64)
