@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from torch._ops import OpOverload
-
 from simulator.errors import MeshwrightError, NetworkError
 
 _LIBRARIES = tuple(
@@ -102,6 +100,8 @@ def _operator(chain: list[BaseException]) -> str:
 
 
 def _running(trace: TracebackType | None) -> object:
+    from torch._ops import OpOverload  # where an operator ran torch is there; who names places alone needs none
+
     found = None
     for frame, _ in traceback.walk_tb(trace):
         candidate = frame.f_locals.get("func")

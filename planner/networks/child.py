@@ -50,7 +50,7 @@ def in_child(name: str, work: Callable[[], Result]) -> Result:
     MeshwrightError
         As the work raised it.
     """
-    if not sys.platform.startswith("linux") or multiprocessing.parent_process() is not None or _is_rank():
+    if not forks():
         return work()
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -69,6 +69,11 @@ def in_child(name: str, work: Callable[[], Result]) -> Result:
     if error is not None:
         raise error
     return found  # type: ignore[no-any-return]
+
+
+def forks() -> bool:
+    """Whether `in_child` works in a fork, and not here and now."""
+    return sys.platform.startswith("linux") and multiprocessing.parent_process() is None and not _is_rank()
 
 
 class _NoAutogradError(Exception):

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import difflib
+import hashlib
 import json
+import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from planner.graph import cache
 from planner.networks.adapters import CONFIG as ADAPTER_CONFIG
 from planner.networks.adapters import Adapters, read_adapters
+from planner.networks.child import forks, in_child
 from planner.networks.decoder.known import hugging_face_decoder
 from planner.networks.mindformers_config import transformers_config
 from planner.networks.network import CAPTURED_BLOCKS, Network
 from planner.networks.zoo.table import EXPERTS_NOTE, language_inputs
 from simulator.errors import InputError, MeshwrightError, NetworkError
 from simulator.input_file import FileKind, is_regular
+from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,6 +154,9 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     if kind in WITH_EXPERTS:
         notes += (EXPERTS_NOTE,)
     predicted = _predicted(path, kind, settings, length)
+    sizes = hugging_face_decoder(kind, settings)
+    if sizes is None:
+        _check_without_torch(path, kind, settings)
     adapters, content = None, json.dumps({"hf": kind, **settings}, sort_keys=True)
     if adapted is not None:
         adapters, more = read_adapters(adapted, _read(adapted))
@@ -167,8 +178,8 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         content=content,
         notes=notes,
         stored=stored,
-        sizes=hugging_face_decoder(kind, settings),
-        decoder=hugging_face_decoder(kind, settings)
+        sizes=sizes,
+        decoder=sizes
         if adapters is None and (length > 1 or kind != "mixtral") and not _windowed(settings, length)
         else None,
     )
@@ -291,6 +302,58 @@ def _make(
     return module
 
 
+_ROTARY = ("llama", "mixtral")
+_HEADS = {"gpt2": ("n_embd", "n_head"), **dict.fromkeys(("bert", *_ROTARY), ("hidden_size", "num_attention_heads"))}
+"""Sizes of which one divides the other, and at which transformers looks when it makes the module."""
+_ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
+
+
+def _check_without_torch(path: Path, kind: str, settings: Mapping[str, Any]) -> None:
+    """Refuse what transformers refuses before torch is imported, which takes seconds and 600 MB.
+
+    Its class of the configuration looks at the values in a fork that has no torch, once for a configuration.
+    """
+    hidden, heads = (settings.get(key) for key in _HEADS.get(kind, ("", "")))
+    whole = "head_dim" not in settings if kind in _ROTARY else True
+    if hidden and heads and whole and (hidden < heads if kind in _ROTARY else hidden % heads):
+        raise NetworkError(
+            f"{path}: the hidden size {hidden} is not dealt out over {heads} attention heads; correct it"
+        )
+    theta = settings.get("rope_theta") if kind in _ROTARY else None
+    if theta is not None and (isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0):
+        raise NetworkError(f"{path}: key 'rope_theta' is {theta!r}; it must be a number above 0")
+    if "torch" in sys.modules or not forks():
+        return
+    settings = {key: value for key, value in settings.items() if key != PREDICTED}
+    content = json.dumps({"hf": kind, **settings}, sort_keys=True) + cache.toolchain()
+    folder, digest = cache.folder(), hashlib.sha256(content.encode()).hexdigest()
+    checked = None if folder is None else folder / f"{digest}.checked.json"
+    if checked is not None and checked.exists():
+        return
+    in_child(f"hf:{path}", partial(_transformers_checks, str(path), kind, settings))
+    if checked is not None:
+        with suppress(OSError, InputError):  # a full or read-only disk is no error
+            checked.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(checked, "{}")
+
+
+def _transformers_checks(path: str, kind: str, settings: Mapping[str, Any]) -> None:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers finds none, then
+    logging.disable()
+    try:
+        from planner.networks.transformers_classes import activations, make_config
+    except ImportError as error:
+        raise InputError(f"hf: networks need transformers ({error}); install meshwright[hf]") from error
+    make_config(path, kind, settings)
+    known = activations()
+    for key in _ACTIVATIONS if kind in MODEL_TYPES else ():
+        value = settings.get(key)
+        if isinstance(value, str) and known and value not in known:
+            near = difflib.get_close_matches(value, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(known))}"
+            raise NetworkError(f"{path}: key {key!r} is {value!r}, which transformers does not know; {hint}")
+
+
 Made = TypeVar("Made")
 
 
@@ -321,6 +384,7 @@ def _described(
     architectures = config.get("architectures")
     content = json.dumps({"hf": kind, "architectures": architectures, **settings}, sort_keys=True)
     content += "" if adapters is None else f"\n{adapters!r}"
+    _check_without_torch(path, kind, settings)
     facts: Facts = _built(lambda m: m.facts(str(path), kind, settings, architectures, sequence_length), str(path), kind)
     named = adapted or path
     stored, quantised = _quantised(path, config, adapted=adapted is not None)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.activations import NewGELUActivation
 from transformers.integrations import moe as transformers_experts
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -36,6 +36,7 @@ from planner.networks.transformers_classes import (
     MAXIMUM_LENGTH,
     fixed_arguments,
     inputs_of,
+    make_config,
     number,
     positions,
     trainable_class,
@@ -94,16 +95,6 @@ class FirstPositions(Trained):
         tokens, targets = inputs
         hidden = self.model.bert(input_ids=tokens).last_hidden_state[:, : self.predicted]
         return mean_cross_entropy(self.model.cls(hidden), targets[:, : self.predicted])
-
-
-def make_config(path: str, kind: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
-    """Make the configuration of a model type; NetworkError names the file where transformers refuses it."""
-    try:
-        # transformers writes infinity as an object of its own
-        config = AutoConfig.for_model(kind, **PreTrainedConfig._decode_special_floats(dict(settings)))
-    except Exception as error:
-        raise NetworkError(f"{path}: transformers refuses the config: {error}; correct the key") from error
-    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

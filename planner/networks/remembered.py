@@ -23,6 +23,7 @@ from planner.networks.child import in_child
 from planner.networks.inputs import InputSpec
 from planner.networks.marks import Marks
 from planner.networks.network import Network
+from planner.networks.user_module import check_factory
 from simulator.errors import InputError
 from simulator.whole_file import write_whole
 
@@ -78,6 +79,8 @@ def remembered(spec: str, sequence_length: int | None, look: Callable[[], Networ
     known = None if place is None else _load(place)
     if known is not None:
         return replace(known, make=make)
+    if spec.startswith("py:"):
+        check_factory(spec.removeprefix("py:"))
     import planner.networks.python_factory  # noqa: F401 - torch is imported once, for this process and its forks
 
     fresh = spec.split(":")[1] not in sys.modules  # code of a module loaded before may differ from its file

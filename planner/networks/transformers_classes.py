@@ -6,8 +6,10 @@ from the names of its forward pass and from the sizes that the configuration sta
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -15,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from planner.networks.inputs import InputSpec
-from simulator.errors import UnsupportedError
+from simulator.errors import NetworkError, UnsupportedError
 
 _TASKS = """
     CAUSAL_LM SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ IMAGE_TEXT_TO_TEXT MULTIMODAL_LM MASKED_LM
@@ -37,6 +39,34 @@ _CLASSES = 1000
 """Bound of labels where the configuration states no number of classes."""
 MAXIMUM_LENGTH = 4096
 """Tokens of a sample where the user names no number and the configuration allows more."""
+
+
+def make_config(path: str, kind: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """Make the configuration of a model type, which takes no torch.
+
+    Raises
+    ------
+    NetworkError
+        transformers refuses it.
+    """
+    try:
+        # transformers writes infinity as an object of its own
+        config = transformers.AutoConfig.for_model(kind, **PreTrainedConfig._decode_special_floats(dict(settings)))
+    except Exception as error:
+        raise NetworkError(f"{path}: transformers refuses the config: {error}; correct the key") from error
+    return config
+
+
+def activations() -> frozenset[str]:
+    """Names of activations, read from the source: its module needs torch. Empty where they are written otherwise."""
+    source = Path(str(transformers.__file__)).with_name("activations.py")
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return frozenset()
+    tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
+    names = (key.value for table in tables for key in table.keys if isinstance(key, ast.Constant))
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 def trainable_class(path: str, config: PreTrainedConfig, architectures: object) -> type[Any]:
