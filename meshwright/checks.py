@@ -29,6 +29,16 @@ class CheckResult:
     plan : the configuration as a plan; None where nothing predicts it
     nearest_better : better plans near it, each with the choices that differ
     best : the best plan of all that the framework can run
+
+    Examples
+    --------
+    >>> import meshwright as mw, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = pathlib.Path(folder, "train.sh")
+    ...     _ = file.write_text("torchrun --nproc_per_node 8 train.py --tensor-model-parallel-size 3")
+    ...     found = mw.check(file)
+    >>> found.format, found.legal, found.problems[-1].key
+    ('megatron', False, 'WORLD_SIZE')
     """
 
     format: str

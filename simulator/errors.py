@@ -34,7 +34,17 @@ class MeshwrightError(Exception):
 
 
 class InputError(MeshwrightError):
-    """The user's input is wrong: a name, a file, an option or a combination of them."""
+    """The user's input is wrong: a name, a file, an option or a combination of them.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> try:
+    ...     mw.plan("zoo:gpt3", hardware="dgx-a100", devices=8)
+    ... except mw.InputError as error:
+    ...     print(error.exit_code, "there are mlp, resnet50" in str(error))
+    2 True
+    """
 
     exit_code: ClassVar[int] = 2
 
@@ -60,13 +70,33 @@ class ProgramError(InputError):
 
 
 class InfeasibleError(MeshwrightError):
-    """No plan satisfies the limits; the message names the limit and what would make it fit."""
+    """No plan satisfies the limits; the message names the limit and what would make it fit.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> try:
+    ...     mw.plan("zoo:gpt2", hardware="dgx-a100", devices=1, global_batch=512, micro_batch=512, recompute="none")
+    ... except mw.InfeasibleError as error:
+    ...     print(error.exit_code, "it would fit without the pin" in str(error))
+    3 True
+    """
 
     exit_code: ClassVar[int] = 3
 
 
 class ExecutionError(MeshwrightError):
-    """A run on hardware failed or its losses differ from the reference."""
+    """A run on hardware failed or its losses differ from the reference.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> result = mw.plan("zoo:mlp", hardware="cpu-2", devices=2)  # doctest: +SKIP
+    >>> try:  # doctest: +SKIP
+    ...     result.execute(steps=5, verify=True)
+    ... except mw.ExecutionError as error:
+    ...     print(error.exit_code, error)
+    """
 
     exit_code: ClassVar[int] = 4
 

@@ -58,6 +58,15 @@ class Prediction:
     a device has as much, by the errors of such predictions. ``host_memory_bytes`` is what a node's host holds of the
     ``host_limit_bytes`` that it has. ``analytic`` are the parts of the closed form that the search minimised, where it
     did. ``start_s`` passes once, before the first step.
+
+    Examples
+    --------
+    >>> import meshwright as mw
+    >>> found = mw.plan("zoo:mlp", hardware="dgx-a100", devices=8, global_batch=512, top=1).prediction
+    >>> found.fits, found.interval_s[0] < found.step_time_s < found.interval_s[1]
+    (True, True)
+    >>> abs(sum(found.breakdown.values()) / found.step_time_s - 1) < 1e-6
+    True
     """
 
     step_time_s: float
