@@ -17,7 +17,10 @@ from simulator.errors import InputError, NetworkError, UnsupportedError
 
 LIBRARIES = {"timm": "timm", "tv": "torchvision"}
 """Libraries by the source that names them."""
+SIDE = "@"
+"""Between a network's name and the side of its images, where these are not the usual ones: ``efficientnet_b4@380``."""
 _SIDE, _FRAMES, _CLASSES = 224, 16, 1000
+_LARGEST_SIDE = 8192
 _AUXILIARY_WEIGHT = 0.4
 """Of the loss of each auxiliary classifier (Szegedy et al., arXiv:1409.4842, section 5, has 0.3; torchvision 0.4)."""
 
@@ -50,7 +53,7 @@ def _outputs(result: Any) -> list[tuple[float, Tensor]]:
 
 
 def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
-    """Describe the network `name` of the library that `source` stands for.
+    """Describe the network `name` of the library that `source` stands for, with the side of its images behind `SIDE`.
 
     Raises
     ------
@@ -66,14 +69,18 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
         import_module(library)
     except Exception as error:  # a build for another torch fails in ways of its own
         raise InputError(f"{source}: networks need {library} ({error}); install meshwright[vision]") from error
+    spec = f"{source}:{name}"
+    name, at, stated = name.partition(SIDE)
+    if at and not (stated.isdecimal() and 0 < int(stated) <= _LARGEST_SIDE):
+        raise InputError(f"{spec}: behind {SIDE} stands the side of images, a whole number of at most {_LARGEST_SIDE}")
     made = _make(source, name, None)
-    side, channels = _sides(made.model), _channels(made.model)
+    side, channels = (int(stated),) * 2 if stated else _sides(made.model), _channels(made.model)
     image = (channels, _FRAMES, *side) if source == "tv" and _kind(name) == "video" else (channels, *side)
     label = side if _segments(source, name) else ()
     parameters = sum(p.numel() for p in made.parameters())
     return Network(
         name=name,
-        spec=f"{source}:{name}",
+        spec=spec,
         family="image",
         description=f"{type(made.model).__name__} of {parameters:,} parameters from {library}",
         default_global_batch=256,
@@ -84,7 +91,7 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
             InputSpec(name="label", kind="label", shape=label, dtype="int64", high=_CLASSES),
         ),
         make=partial(_make, source, name),
-        content=f"{source}:{name} {library} {metadata.version(library)}",
+        content=f"{spec} {library} {metadata.version(library)}",
     )
 
 
