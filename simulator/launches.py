@@ -40,6 +40,12 @@ is known."""
 STEP, MICRO_BATCH = "planned_step_s", "planned_micro_batch_s"
 """Keys of a profile's training: seconds of the host for a step, and for each micro-batch of the stage with the loss,
 while the device waits; there where the software is known."""
+SAMPLE, POOLED = "planned_sample_s", "planned_samples_pooled"
+"""Keys of a profile's training: seconds in which the host prepares a sample for one device, and the power of the
+devices of a host with which they grow: 1 where all share its cores, 0 where each has some of its own; there where the
+software says what the host does."""
+_TOGETHER = 5.0
+"""Exponent of the smooth maximum of what the device and its host do at the same time."""
 SEND_STALL = "planned_send_stall"
 """Key of a profile's training: part of the time of a message between stages for which the kernels of its sender stand
 still though the two overlap; there where the software is known."""
@@ -114,9 +120,27 @@ def fixed_time(hardware: Hardware, micro_batches: int) -> float:
     return hardware.training.get(STEP, 0.0) + micro_batches * hardware.training.get(MICRO_BATCH, 0.0)
 
 
+def waiting_for_samples(hardware: Hardware, devices: int, samples: float, step_s: float) -> float:
+    """Seconds that a step of `step_s` waits for the host, which prepares so many samples for each device meanwhile.
+
+    Examples
+    --------
+    >>> from dataclasses import replace
+    >>> from simulator.profiles import load_profile
+    >>> slow = replace(load_profile("dgx-a100"), training={SAMPLE: 1e-3})
+    >>> round(waiting_for_samples(slow, 8, 1000, 0.1), 3), round(waiting_for_samples(slow, 8, 10, 0.1), 3)
+    (0.9, 0.0)
+    """
+    sharing = min(devices, hardware.devices_per_node)
+    host_s = samples * hardware.training.get(SAMPLE, 0.0) * sharing ** hardware.training.get(POOLED, 0.0)
+    longer = max(host_s, step_s)
+    together: float = longer * ((host_s / longer) ** _TOGETHER + (step_s / longer) ** _TOGETHER) ** (1 / _TOGETHER)
+    return together - step_s
+
+
 def without_fixed_time(hardware: Hardware) -> Hardware:
     """The hardware whose host does nothing once a step or a micro-batch."""
-    rest = {name: value for name, value in hardware.training.items() if name not in (STEP, MICRO_BATCH)}
+    rest = {name: value for name, value in hardware.training.items() if name not in (STEP, MICRO_BATCH, SAMPLE)}
     return replace(hardware, training=rest)
 
 

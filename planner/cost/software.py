@@ -47,6 +47,8 @@ from simulator.launches import (
     LAUNCH,
     MESSAGE_LAUNCHES,
     MICRO_BATCH,
+    POOLED,
+    SAMPLE,
     SEND_STALL,
     SHARDED,
     STEP,
@@ -75,6 +77,7 @@ SOFTWARE: Mapping[str, Software] = shipped_stacks().software
 """Software by name, as ``hw_profiles/software/stacks.yaml`` has it."""
 SETTINGS = (
     "overlaps", "gradient_dtype", "whole_sums", "single_gathers", "deterministic", "fused_sums", "fusion",
+    "samples", "sample_area",
     *MemoryHabits.model_fields,
 )  # fmt: skip
 """Settings that may follow the name of software."""
@@ -326,7 +329,7 @@ def _as_run_by(hardware: Hardware, software: str, file: SoftwareFile) -> Hardwar
         training[f"planned_{name}"] = training.get(name, 1.0) * factor
     for name in ("inside", "outside"):
         training[f"planned_{name}"] = training.get(name, 1.0)
-    if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
+    if "launch_s" in own and not (on_ascend and stack in (Stack.MINDSPORE, Stack.MINDSPORE_TOOLKIT)):
         training[LAUNCH] = own["launch_s"] * training.get("launch", 1.0)
         training[MESSAGE_LAUNCHES] = 1.0
         training[DISPATCH] = DISPATCH_S * training.get("launch", 1.0)
@@ -344,8 +347,17 @@ def _as_run_by(hardware: Hardware, software: str, file: SoftwareFile) -> Hardwar
     if not on_ascend:
         # The factor on convolutions is not one on the copies around them.
         training |= {key: own.get(name, 0.0) / training["planned_convolution"] for key, name in _copies(hardware)}
+    on_images = file.layered.stacks.get(stack_key(stack, deterministic=False, family=family), {})
+    if known.samples:
+        training[SAMPLE] = known.sample_area * on_images.get(f"host_{known.samples}_s", 0.0)
+        training[POOLED] = on_images.get("pooled", 0.0)
+    grouped = hardware.grouped_convolution_efficiency
+    if grouped is not None:
+        grouped *= on_images.get("grouped", 1.0)
     overlaps = hardware.overlaps_communication and known.overlaps
     named = f"{hardware.hash} {software}"
     if file is not shipped_software():
-        named = f"{named} {sorted(training.items())}"
-    return replace(hardware, training=training, overlaps_communication=overlaps, hash=named)
+        named = f"{named} {sorted(training.items())} {grouped}"
+    return replace(
+        hardware, training=training, overlaps_communication=overlaps, grouped_convolution_efficiency=grouped, hash=named
+    )

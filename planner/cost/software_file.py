@@ -125,6 +125,13 @@ def _stack(name: str) -> Stack:
     return Stack(name)
 
 
+Samples = Literal[
+    "", "image", "augmented_image", "bicubic_augmented_image", "noisy_augmented_image", "policy_image",
+]  # fmt: skip
+"""How the host prepares images: cropped and flipped, augmented by rules, the same with bicubic interpolation, with
+erasing by noise, by a policy (AutoAugment); empty where it has no part in a step."""
+
+
 class Software(Part):
     """Software that plans run on: a stack, and what its users' usual settings make of kernels and messages.
 
@@ -155,6 +162,9 @@ class Software(Part):
         The fused kernel of attention by family of the device; where none is named, the profile's.
     memory
         What it holds in device memory, where that is not as its stack has it.
+    samples, sample_area
+        What the host does for each image while the device is at work, and how many times that of an image of the usual
+        size it takes.
     """
 
     title: str
@@ -169,6 +179,8 @@ class Software(Part):
     fusion: Literal["single", "batch_norms", "products", "compiler", "library"] = "single"
     attention: dict[str, Literal["flash", "flash2", "vendor"]] = Field(default_factory=dict)
     memory: MemoryHabits = Field(default_factory=MemoryHabits)
+    samples: Samples = ""
+    sample_area: Positive = 1.0
 
 
 class Usual(Part):

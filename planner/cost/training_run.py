@@ -162,7 +162,8 @@ class LayeredNetwork:
 
     ``units`` are what published rates count of one sample: tokens of a sentence, frames of a clip; ``area`` is the
     sample's size over that of its kind's usual one, which the host's work on it follows. ``gates`` are channels that
-    convolutions of a single pixel, the average of an image, read and write.
+    convolutions of a single pixel, the average of an image, read and write. ``side`` is that of an image, 0 where it is
+    the network's usual one.
     """
 
     name: str
@@ -172,6 +173,7 @@ class LayeredNetwork:
     units: float = 1.0
     area: float = 1.0
     gates: float = 0.0
+    side: int = 0
 
 
 _DEGREES = ("devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches")

@@ -27,7 +27,7 @@ from simulator import fast_engine
 from simulator.errors import InputError
 from simulator.following_steps import period_s
 from simulator.hardware import ORDER, Hardware
-from simulator.launches import fixed_time
+from simulator.launches import SAMPLE, fixed_time, waiting_for_samples
 from simulator.mixed_cluster import MixedCluster
 from simulator.pipeline import per_rank
 from simulator.pipeline_memory import RankMemory, pipeline_memory
@@ -222,12 +222,16 @@ class SimulatedPlan:
         return calls, calls * work.seconds
 
 
-def step_overhead_s(plan: Plan, hardware: Hardware) -> float:
-    """Seconds of a step in which devices wait for what the host does once for it and for each micro-batch.
+def step_overhead_s(plan: Plan, hardware: Hardware, step_s: float) -> float:
+    """Seconds that a step waits for its host.
 
-    Published whole steps of language networks say how long; those of other networks have next to none.
+    The host does something once for a step and for each micro-batch: published whole steps of language networks say how
+    long; those of other networks have next to none. It also prepares samples while the step of `step_s` runs.
     """
-    return 0.0 if plan.sequence_length is None else fixed_time(hardware, plan.micro_batches)
+    if plan.sequence_length is not None:
+        return fixed_time(hardware, plan.micro_batches)
+    samples = plan.micro_batch * plan.micro_batches
+    return waiting_for_samples(hardware, plan.devices, samples, step_s) if SAMPLE in hardware.training else 0.0
 
 
 def simulate_plan(
@@ -267,7 +271,7 @@ def simulate_plan(
     language, experts = plan.sequence_length is not None, experts_of(graph) > 0
     uncertainty = uncertainty_of(hardware, plan.software, language=language, experts=experts)
     parts = breakdown(lowered, result)
-    fixed_s = step_overhead_s(plan, hardware)
+    fixed_s = step_overhead_s(plan, hardware, result.step_time_s)
     step = result.step_time_s + fixed_s
     samples = plan.global_batch / step
     dtype = computed_dtype(graph)

@@ -108,7 +108,7 @@ def straggle(
     }
     step = slow_step_s(plan, hardware, lower, factors, slow_links, device_of)
     return StraggledStep(
-        step_time_s=step + step_overhead_s(plan, hardware),
+        step_time_s=step + step_overhead_s(plan, hardware, step),
         slow_ranks=slowest_devices(factors, slow_ranks),
         slow_links=dict(slow_links),
         link_ranks=device_of,

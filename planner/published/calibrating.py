@@ -23,8 +23,8 @@ from planner.published.reading import MeasuredRow
 from simulator.errors import InputError
 
 INSIDE = 0.9
-MOST_ROWS = 20
-"""Rows of a source that are planned for a fit."""
+MOST_ROWS, MOST_ROWS_OF_STACK = 20, 10
+"""Rows of a source that are planned for a fit; of networks without a sequence, of a source and a stack."""
 _ROWS_FOR_INTERVAL = 12
 _QUANTILES = ((1 - INSIDE) / 2, (1 + INSIDE) / 2)
 _WIDEST_ERROR = math.log(8)  # beyond, a row describes something else than it says
@@ -136,17 +136,22 @@ class Folds:
 
 
 def planned_folds(rows: Sequence[MeasuredRow]) -> Folds:
-    """Plan at most `MOST_ROWS` transformers and as many other networks of each source, evenly chosen, and fit them.
+    """Plan at most `MOST_ROWS` transformers of each source, and other networks of each source and stack, and fit them.
 
-    Each is planned up to a dozen times.
+    Rows are evenly chosen, and each is planned up to a dozen times.
     """
     taught = [row for row in rows if usable(row)]
-    by_source: dict[tuple[str, bool], list[MeasuredRow]] = {}
+    by_source: dict[tuple[str, str], list[MeasuredRow]] = {}
     for row in taught:
-        transformer = isinstance(_run(row).network, TransformerShape)
-        if transformer or _has_plan(row):
-            by_source.setdefault((row.source, transformer), []).append(row)
-    chosen = [row for own in by_source.values() for row in own[:: max(1, -(-len(own) // MOST_ROWS))]]
+        if isinstance(_run(row).network, TransformerShape):
+            by_source.setdefault((row.source, ""), []).append(row)
+        elif _has_plan(row):
+            by_source.setdefault((row.source, _run(row).stack_key), []).append(row)
+    chosen = [
+        row
+        for (_, stack), own in by_source.items()
+        for row in own[:: max(1, -(-len(own) // (MOST_ROWS_OF_STACK if stack else MOST_ROWS)))]
+    ]
     planned = responses([_run(row) for row in chosen], shipped_software())
     return Folds(chosen, planned, [row for row in taught if isinstance(_run(row).network, LayeredNetwork)])
 

@@ -112,7 +112,9 @@ MINDSPORE_PRIORS = {
 """MindSpore's Adam with decay (``_update_run_op`` of ``mindspore/nn/optim/adam.py``) is some seventeen operators on
 float32, which move 156 bytes a weight where one kernel moves 28. A graph that is sunk to the device leaves the
 host little to do, for operators and between steps."""
-_OWN_PRIORS = {"deepspeed": DEEPSPEED_PRIORS, "mindspore": MINDSPORE_PRIORS}
+_MINDSPORE_GPU_PRIORS = {"launch_s": Prior(centre=8e-5, spread=0.3)}
+"""MindSpore's graphs run as operators where no device takes them whole."""
+_OWN_PRIORS = {"deepspeed": DEEPSPEED_PRIORS, "mindspore": MINDSPORE_PRIORS, "mindspore_gpu": _MINDSPORE_GPU_PRIORS}
 _ONE_BY_ONE = ("eager", "megatron", "transformer_engine", "mindspeed")
 ATTENTION_PRIOR = Prior(centre=0.92, spread=0.06)
 """Held tight: few sources take one kernel, and none may say alone how fast it is."""

@@ -10,13 +10,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import get_args
 
 from planner.cost.memory.in_flight import V_SHAPED, schedule_name
 from planner.cost.memory.parameters import local_vocabulary
 from planner.cost.memory.states import usual_gradient_bytes
 from planner.cost.memory_traits import traits_of
 from planner.cost.software import SOFTWARE, with_settings
-from planner.cost.software_file import MemoryHabits
+from planner.cost.software_file import MemoryHabits, Samples
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import (
     LayeredNetwork,
@@ -33,17 +34,18 @@ from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.hints import Hint, hint
 from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
+from planner.published.image_networks import image_network
 from planner.published.layered.sequence import padded_frames
 from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
+from simulator.program import Kernel
 
 FUSED_IN_HALF = (Stack.MXNET, Stack.PADDLE)
 """What fuses norms with what follows them where channels are last, which NVIDIA's examples have in half precision only
 (``MxNet/Classification/RN50v1.5/runner``, ``PaddlePaddle/Classification/RN50v1.5/scripts/training``)."""
 OF_FRAMES = "frames_"
 """How factories of `planner.networks.quartznet` begin, whose module needs torch."""
-RESNETS = ("resnet50", "resnet50v1_5", "resnet50_v1_5", "rn50v1_5")
 FOLDED = ("zbv", "dualpipe", "dualpipe_v")
 """Schedules whose ranks hold two stages each, which the planner cuts."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v")
@@ -117,7 +119,7 @@ def pinned_run(run: TrainingRun) -> PinnedRun:
     setup, notes = run.setup, list[str]()
     _check(setup)
     if isinstance(run.network, LayeredNetwork):
-        network, length = _layered(run.network, setup), None
+        network, length = _layered(run.network, setup, run.family), None
     else:
         network, length = json.dumps(_config(run, run.network, notes)), run.network.sequence_length
     transformer = length is not None
@@ -132,7 +134,7 @@ def pinned_run(run: TrainingRun) -> PinnedRun:
         pins=Pins.read(_pins(run, notes)),
         optimizer=_optimizer(setup, notes),
         hints=_between_products(setup, run.network) if isinstance(run.network, TransformerShape) else (),
-        software=software_of(setup, transformer=transformer),
+        software=software_of(setup, run.network if isinstance(run.network, LayeredNetwork) else None),
         attention=str(setup.attention) if transformer else "",
         norms=_norms(run),
         adapters=_adapters(setup) if setup.trained_fraction < 1 else "",
@@ -151,7 +153,7 @@ def _check(setup: TrainingSetup) -> None:
     require(setup.ep == 1 or setup.expert_tp in (1, setup.tp), f"experts are cut {setup.expert_tp} ways beside tp")
     require(setup.cp == 1 or setup.attention in FUSED, "context ranks beside attention that is not fused")
     require(not setup.local_share, "layers that learn locally")
-    require(setup.stack is not Stack.MINDSPORE_TOOLKIT, "the host changes images in Python, which plans do not time")
+    require(setup.stack is not Stack.MINDSPORE_TOOLKIT, "plans do not time what its kernels take on Ascend")
 
 
 def _cluster(stated: Hardware) -> Iterator[tuple[str, float]]:
@@ -178,12 +180,13 @@ def _optimizer(setup: TrainingSetup, notes: list[str]) -> str:
     return "adam"
 
 
-def software_of(setup: TrainingSetup, *, transformer: bool = True) -> str:
+def software_of(setup: TrainingSetup, samples: LayeredNetwork | None = None) -> str:
     """The software by its stack, with the settings of the run that are not its own; empty for a stack without a name.
 
-    Of networks other than transformers plans can be told what overlaps alone.
+    Of networks other than transformers, whose ``samples`` are given, plans are told what overlaps, what fuses and what
+    the host does.
     """
-    name = str(setup.stack)
+    name, transformer = str(setup.stack), samples is None
     if name not in SOFTWARE:
         return ""
     gathers = setup.optimizer_sharding is OptimizerSharding.ZERO3 and setup.dp > 1
@@ -193,6 +196,8 @@ def software_of(setup: TrainingSetup, *, transformer: bool = True) -> str:
         setup.plain_graph or (setup.stack in FUSED_IN_HALF and setup.precision not in ("fp16", "bf16"))
     ):
         wanted["fusion"] = SINGLE
+    if samples and (kind := samples.sample.replace(" ", "_")) in get_args(Samples):
+        wanted |= {"samples": kind, "sample_area": float(f"{samples.area:.4g}")}
     if transformer:
         usual = usual_gradient_bytes(setup.stack, setup.precision)
         wanted |= {setting: getattr(setup, setting) for setting in MemoryHabits.model_fields if hasattr(setup, setting)}
@@ -342,11 +347,15 @@ def _schedule(setup: TrainingSetup, notes: list[str]) -> str:
     return schedule
 
 
-def _layered(network: LayeredNetwork, setup: TrainingSetup) -> str:
+def _layered(network: LayeredNetwork, setup: TrainingSetup, family: str) -> str:
     if network.name == "quartznet":
         return f"py:planner.networks.quartznet:{OF_FRAMES}{padded_frames(setup.micro_batch, setup.devices)}"
-    require(network.name in RESNETS, f"the planner has no network {network.name}")
-    return "zoo:resnet50"
+    found = image_network(network.name, network.side)
+    require(found, f"the planner has no network {network.name}")
+    dense = sum(layer.weights * layer.count for layer in network.layers if layer.kernel is Kernel.MATMUL)
+    turned = family == "ascend910" and dense > network.parameters / 2
+    require(not turned, "dense layers, whose operands this device brings into another layout, have most of the weights")
+    return found
 
 
 def _config(run: TrainingRun, network: TransformerShape, notes: list[str]) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from planner.cost.training_run import LayeredNetwork
@@ -340,7 +341,8 @@ def lookup(model_name: str, image_size: int | None = None) -> LayeredNetwork | N
         for pattern, own_side, family in FAMILIES:
             match = re.search(pattern, name)
             if match:
-                return family(name, match, image_size or own_side)
+                found = family(name, match, image_size or own_side)
+                return found and replace(found, side=image_size or own_side)
     return None
 
 

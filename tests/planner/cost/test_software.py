@@ -372,6 +372,22 @@ def test_networks_without_a_sequence_have_a_factor_on_memory_of_their_own() -> N
     assert images.hash != words.hash
 
 
+def test_the_host_prepares_samples_where_the_software_says_so() -> None:
+    """Steps are as long as that takes where it takes longer, and the strategy file says what the host does."""
+    request = PlanRequest(
+        network="zoo:resnet50", hardware="dgx-a100", devices=1, global_batch=256, software="eager", pins=Pins(dp=1)
+    )
+    named = replace(request, software="eager:samples=noisy_augmented_image,sample_area=2")
+    (plain,), (slow,) = plan_network(request).candidates[:1], plan_network(named).candidates[:1]
+    host_s = 256 * 2 * shipped_software().layered.stacks["eager"]["host_noisy_augmented_image_s"]
+    assert plain.prediction.step_time_s < host_s < slow.prediction.step_time_s < 1.1 * host_s
+    read = plan_from_text(plan_to_text(slow.plan)).plan
+    again = predict_plan(read, checked_graph(read), machine_of(read))
+    assert again.step_time_s == pytest.approx(slow.prediction.step_time_s)
+    with pytest.raises(InputError, match="samples"):
+        as_run_by(DGX, "eager:samples=films")
+
+
 def test_mindspore_has_a_kernel_for_momentum() -> None:
     ascend = load_profile("ascend910-atlas800")
     factors = [

@@ -207,7 +207,7 @@ def test_validate_predicts_by_plans(tmp_path: Path) -> None:
 
 def test_networks_without_a_plan_are_predicted_by_their_layers(tmp_path: Path) -> None:
     stated = {
-        "model": "vgg16", "arch": "Classification", "n_layers": "", "hidden": "", "n_heads": "", "seq_len": "",
+        "model": "ssd300", "arch": "Detection", "n_layers": "", "hidden": "", "n_heads": "", "seq_len": "",
         "tp": "", "pp": "", "framework": "PyTorch", "micro_batch": "8",
     }  # fmt: skip
     rows = read_measurements(write_measurements(tmp_path / "rows.csv", stated))
@@ -217,6 +217,24 @@ def test_networks_without_a_plan_are_predicted_by_their_layers(tmp_path: Path) -
     assert BY_LAYERS in row.reason
     _, command = command_lines(rows, outcomes, tmp_path / "commands.csv")
     assert command == f"{row.row_id},\n"
+
+
+def test_classifiers_are_those_of_timm_at_the_size_of_their_images(tmp_path: Path) -> None:
+    stated = {
+        "arch": "Classification", "n_layers": "", "hidden": "", "n_heads": "", "seq_len": "", "tp": "", "pp": "",
+        "micro_batch": "8", "n_accels": "1", "global_batch": "8",
+    }  # fmt: skip
+    ascend = {"framework": "MindSpore", "accelerator": "Ascend 910", "hw": "Atlas 800"}
+    rows = rows_of(
+        tmp_path, {**stated, "model": "se-resnext101-32x4d", "framework": "TensorFlow"},
+        {**stated, "model": "efficientnet-b4", "framework": "PyTorch"}, {**stated, "model": "vgg16", **ascend},
+    )  # fmt: skip
+    runs = [row.run for row in rows if row.run is not None]
+    squeezed, scaled = (pinned_run(run) for run in runs[:2])
+    assert (squeezed.network, scaled.network) == ("timm:seresnext101_32x4d@224", "timm:efficientnet_b4@380")
+    assert "samples=augmented_image" in scaled.software
+    with pytest.raises(NotPinnedError, match="dense layers"):
+        pinned_run(runs[2])
 
 
 @pytest.mark.parametrize(
