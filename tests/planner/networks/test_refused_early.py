@@ -36,8 +36,10 @@ for spec in sys.argv[1:]:
         load_network(spec).capture()
     except MeshwrightError as error:
         said[spec] = str(error)
+# What getrusage says of this process is at least what the one that started it held.
+own = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-print(json.dumps([said, "torch" in sys.modules, max(children, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)]))
+print(json.dumps([said, "torch" in sys.modules, max(own, children)]))
 """
 
 
@@ -65,6 +67,7 @@ def test_configurations_are_checked_by_transformers_without_torch(tmp_path: Path
     assert {name: part for name, (_, part) in CONFIGS.items() if part not in said[f"hf:{name}"]} == {}
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_what_the_text_of_a_module_shows_is_said_before_it_is_imported(tmp_path: Path) -> None:
     for place, (text, _) in MODULES.items():
         if text is not None:
