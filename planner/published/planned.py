@@ -244,13 +244,12 @@ def _predicted(wanted: Sequence[Wanted], cores: int) -> Iterator[tuple[Wanted, O
         if cores > 1 and len(parts) > 1:
             # Forked processes could inherit locks of threads that they do not have.
             context = get_context("spawn")
-            # OSError: a process died while the pool was starting the next one.
-            with (
-                suppress(BrokenProcessPool, OSError),
-                stopped_children_killed(),
-                ProcessPoolExecutor(cores, context) as pool,
-            ):
-                waiting = {pool.submit(_predict_part, part, folder): place for place, part in left.items()}
+            with suppress(BrokenProcessPool), stopped_children_killed(), ProcessPoolExecutor(cores, context) as pool:
+                try:
+                    waiting = {pool.submit(_predict_part, part, folder): place for place, part in left.items()}
+                except (OSError, ValueError) as error:
+                    # A process died, and the pool closed its pipes, while it was starting the next one.
+                    raise BrokenProcessPool from error
                 for done in as_completed(waiting):
                     outcomes = done.result()
                     yield from zip(left.pop(waiting[done]), outcomes, strict=True)
