@@ -24,6 +24,8 @@ EXPERT_EXPOSED = "planned_expert_exposed"
 micro-batch; there where a plan asks for that."""
 EXPERT_LOAD = "planned_expert_load"
 """Key of a profile's training: how much longer messages of tokens are for ranks whose experts get more than others."""
+EXPERT_WORK = "planned_expert_work"
+"""Key of a profile's training: tokens of the busiest rank's experts over an even share."""
 SENT_ONCE = "planned_sent_once"
 """Key of a profile's training: experts that a token goes to, where it travels once to each node; there where a plan
 asks for that."""

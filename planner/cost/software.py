@@ -37,7 +37,7 @@ from planner.networks.zoo.configs import CAPACITY
 from planner.plans.capability import NAME_ENDS
 from planner.plans.exchange import Exchange
 from simulator.errors import InputError
-from simulator.expert_messages import EXPERT_EXPOSED, EXPERT_LOAD, SENT_ONCE
+from simulator.expert_messages import EXPERT_EXPOSED, EXPERT_LOAD, EXPERT_WORK, SENT_ONCE
 from simulator.hardware import Hardware, Uncertainty
 from simulator.kernels.convolution import COPIES, SINGLE_COPIES
 from simulator.launches import (
@@ -224,6 +224,8 @@ def as_run(
         told[EXPERT_EXPOSED] = _exposed(software, "context_exposed")
     if sent_once:
         told[SENT_ONCE] = float(sent_once)
+    if expert_imbalance > 1.0:
+        told[EXPERT_WORK] = expert_imbalance
     if expert_imbalance > CAPACITY:
         told[EXPERT_LOAD] = expert_imbalance / CAPACITY
     if told:

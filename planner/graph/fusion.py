@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import chain
 from math import prod, sqrt
 
+from planner.graph.kept import KeptByGraph
 from planner.graph.norms import norms_in
 from planner.graph.operator_graph import DROPOUT, PLACES, Node, OperatorGraph, Role, TensorRef
 from planner.graph.statistics import wide_nodes
@@ -110,9 +111,19 @@ def with_fusion(graph: OperatorGraph, kind: str, *, joined: bool = False) -> Ope
 
 
 def with_imbalance(graph: OperatorGraph, imbalance: float) -> OperatorGraph:
-    """The graph of a rank whose experts get so many times an even share of the tokens."""
+    """The graph of a rank whose experts get so many times an even share of the tokens, made once."""
     if imbalance == 1.0:
         return graph
+    made = _BUSIEST.of(graph)
+    if imbalance not in made:
+        made[imbalance] = _imbalanced(graph, imbalance)
+    return made[imbalance]
+
+
+_BUSIEST = KeptByGraph[float, OperatorGraph]()
+
+
+def _imbalanced(graph: OperatorGraph, imbalance: float) -> OperatorGraph:
     nodes = list(graph.nodes)
     for index, _, ports in of_places(graph):
         node = nodes[index]

@@ -28,7 +28,7 @@ def captured(plan: Plan, graph: OperatorGraph | None = None) -> OperatorGraph:
     if graph is None:
         graph = load_network(
             plan.network, sequence_length=plan.sequence_length, attention=plan.attention, norms=plan.norms,
-            fusion=fusion_of(plan.software), expert_imbalance=plan.expert_imbalance,
+            fusion=fusion_of(plan.software),
         ).capture()  # fmt: skip
     if graph.fingerprint != plan.fingerprint:
         length = "" if plan.sequence_length is None else f" with sequence length {plan.sequence_length}"

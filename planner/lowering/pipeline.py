@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.cost.work import update_traffic
-from planner.graph.fusion import of_places
+from planner.graph.fusion import of_places, with_imbalance
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.bodies import unit_bodies
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
@@ -125,6 +125,7 @@ def lower_pipeline(
     StrategyError
         The chunks do not cover the network in order, or lie on other ranks than the schedule runs them.
     """
+    graph = with_imbalance(graph, plan.expert_load)
     # A single micro-batch adds nothing up.
     fresh = bool(hardware.message_workspace) and plan.micro_batches > 1
     schedule = plan_schedule(plan) if schedule is None else schedule
@@ -466,7 +467,7 @@ def _flops(lowering: _Lowering) -> float:
     """Floating point operations of one micro-batch of the whole network."""
     graph, units = lowering.source.graph, lowering.found.chain.units
     # What the busiest rank of experts does beyond an even share, others leave.
-    more = dict.fromkeys((i for i, *_ in of_places(graph)), lowering.plan.expert_imbalance)
+    more = dict.fromkeys((i for i, *_ in of_places(graph)), lowering.plan.expert_load)
     done = [node.flops / more.get(i, 1.0) if node.role is Role.OPERATOR else 0.0 for i, node in enumerate(graph.nodes)]
     of_unit = [sum(done[i] for i in one.nodes) for one in units]
     total = 0.0

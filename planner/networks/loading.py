@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planner.graph.attention import check_attention
-from planner.graph.experts import check_imbalance
 from planner.graph.fusion import check_fusion
 from planner.graph.norms import check_norms
 from planner.networks.decoder.known import zoo_decoder
@@ -60,7 +59,6 @@ def load_network(
     attention: str = "",
     norms: str = "",
     fusion: str = "",
-    expert_imbalance: float = 1.0,
 ) -> Network:
     """Find the network that `spec` names.
 
@@ -78,16 +76,12 @@ def load_network(
         How root-mean-square norms run, one of `planner.graph.norms`; empty for single operators, as networks have them.
     fusion
         What fuses operators, one of `planner.graph.fusion`; empty for nothing.
-    expert_imbalance
-        Tokens of the busiest rank of experts over an even share.
     """
     found = _found(spec, sequence_length)
     if attention:
         found = replace(found, attention=check_attention(attention))
     if fusion:
         found = replace(found, fusion=check_fusion(fusion))
-    if expert_imbalance != 1.0:
-        found = replace(found, expert_imbalance=check_imbalance(expert_imbalance))
     return replace(found, norms=check_norms(norms)) if norms else found
 
 

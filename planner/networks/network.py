@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from planner.graph import cache
 from planner.graph.attention import WRITTEN_OUT, with_attention
 from planner.graph.fingerprint import fingerprint
-from planner.graph.fusion import with_fusion, with_imbalance
+from planner.graph.fusion import with_fusion
 from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import with_stored_weights
@@ -68,7 +68,6 @@ class Network:
     attention: str = ""
     norms: str = ""
     fusion: str = ""
-    expert_imbalance: float = 1.0
     stored: str = ""
 
     def capture(self) -> OperatorGraph:
@@ -100,7 +99,7 @@ def capture(network: Network) -> OperatorGraph:
     if network.stored:
         graph = with_stored_weights(graph, network.stored)
         graph = replace(graph, fingerprint=fingerprint(graph))
-    return with_imbalance(graph, network.expert_imbalance)
+    return graph
 
 
 def _cache_key(network: Network) -> str:

@@ -92,7 +92,6 @@ def capture_for(request: PlanRequest) -> OperatorGraph:
     return load_network(
         request.network, sequence_length=request.sequence_length, attention=request.attention,
         norms=norms_of(request.software, request.norms), fusion=fusion_of(request.software),
-        expert_imbalance=request.expert_imbalance,
     ).capture()  # fmt: skip
 
 
@@ -104,7 +103,6 @@ def capture_key(request: PlanRequest) -> tuple[object, ...]:
         request.attention,
         norms_of(request.software, request.norms),
         fusion_of(request.software),
-        request.expert_imbalance,
     )
 
 

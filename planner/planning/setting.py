@@ -99,7 +99,7 @@ def setting_of(
     profile.check_devices(request.devices)
     network = load_network(
         request.network, sequence_length=request.sequence_length, attention=request.attention, norms=request.norms,
-        fusion=fusion_of(request.software), expert_imbalance=request.expert_imbalance,
+        fusion=fusion_of(request.software),
     )  # fmt: skip
     precision = request.precision or {v: k for k, v in PRECISIONS.items()}[profile.default_precision]
     dtype = precision_dtype(precision)

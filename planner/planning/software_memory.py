@@ -15,6 +15,7 @@ from functools import lru_cache
 from planner.cost.memory.device import training_memory
 from planner.cost.memory.figures import MemoryEstimate
 from planner.cost.memory.states import usual_gradient_bytes
+from planner.cost.memory_traits import UNEVEN_ROUTING
 from planner.cost.software import software_named
 from planner.cost.stacks import AttentionKernel, Stack, family_of
 from planner.cost.training_run import (
@@ -57,8 +58,9 @@ def software_memory(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Mem
     shape = _shape(plan.network, plan.sequence_length, graph.fingerprint) if plan.software and plain else None
     if shape is None or not _cut_by_width(plan, graph):
         return None
-    if plan.expert_imbalance > 1.0 and shape.experts is not None:
-        shape = replace(shape, experts=replace(shape.experts, capacity_factor=plan.expert_imbalance))
+    if plan.expert_load > 1.0 and shape.experts is not None:
+        places = max(plan.expert_load, UNEVEN_ROUTING)
+        shape = replace(shape, experts=replace(shape.experts, capacity_factor=places))
     try:
         return training_memory(
             TrainingRun(network=shape, setup=_setup(plan, graph, hardware, shape), hardware=hardware)

@@ -266,6 +266,11 @@ class Plan:
         dealt = expert * self.degree("tensor")
         return dealt if self.whole_experts and self.degree("data") * expert % dealt else expert
 
+    @property
+    def expert_load(self) -> float:
+        """Tokens of the busiest rank's experts over an even share; 1 where every rank has all of its experts."""
+        return self.expert_imbalance if self.degree("expert") > 1 or self.whole_experts else 1.0
+
     def layer_modes(self) -> tuple[str, ...]:
         """Mode of recomputation of each layer of the runs of equal blocks, in the order of the network.
 

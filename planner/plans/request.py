@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from planner.graph.experts import check_imbalance
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.pins import AXES_BY_PIN, FREE, Pins
 from simulator.errors import InputError
@@ -58,6 +59,9 @@ class Request:
     norms: str = ""
     expert_imbalance: float = 1.0
     memory_headroom: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_imbalance(self.expert_imbalance)
 
     def shared(self) -> dict[str, Any]:
         """The fields of this class, by name."""

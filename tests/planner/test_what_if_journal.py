@@ -197,6 +197,7 @@ OTHER = {
     "search_mode": "recursive_programming",
     "parallel_mode": "data_parallel",
     "pins": Pins(tp=2),
+    "expert_imbalance": 1.5,
     "top": 2,
 }
 

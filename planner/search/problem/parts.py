@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.work import cast_bytes, stored_elements, traffic_bytes, update_traffic
+from planner.graph.fusion import with_imbalance
 from planner.graph.kernel_shapes import kernel_shape, local_kernel
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.states import Setting, States, StatesOnMesh
@@ -50,6 +51,11 @@ class Parts:
         self._states = StatesOnMesh(graph, decisions, setting)
         self.sizes, self.names = self._states.sizes, self._states.names
         self._prepared: bool | None = None
+        self._worked = with_imbalance(graph, setting.expert_load).nodes
+
+    def node(self, states: States, position: int) -> Node:
+        """The `position`-th node of a variable, with what the rank does that has most to do."""
+        return self._worked[states.variable.nodes[position]]
 
     def states(self, number: int) -> States:
         """States of one variable: a choice along each axis, as far as every dim divides."""
@@ -99,7 +105,7 @@ class Parts:
         return found
 
     def _node_seconds(self, states: States, position: int) -> Seconds:
-        node = self.graph.nodes[states.variable.nodes[position]]
+        node = self.node(states, position)
         hardware, choices = self.setting.costs.hardware, states.variable.choices
         work = np.ones(len(states))
         splits = np.array([c.rules[position].splits_work for c in choices])

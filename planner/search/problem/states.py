@@ -18,6 +18,7 @@ from planner.search.problem.costs import MeshCosts
 from planner.search.problem.variables import Choice, Decisions, Kind, Variable, unnamed
 from planner.sharding.placement import REPLICATE
 from planner.sharding.redistribution import placement_index
+from simulator.expert_messages import EXPERT_WORK
 from simulator.program import Kernel, Phase
 
 Port = tuple[TensorRef, bool, NDArray[np.int64]]
@@ -60,6 +61,13 @@ class Setting:
     context: tuple[Choice, ...] = ()
     shares_states: bool = False
     sharded_gradients: bool = False
+
+    @property
+    def expert_load(self) -> float:
+        """Tokens of the busiest rank's experts over an even share; 1 where every rank has all of its experts."""
+        names = {axis.name for axis in self.costs.mesh.axes}
+        dealt = "expert" in names or (self.expert_cut == "whole" and "tensor" in names)
+        return self.costs.hardware.training.get(EXPERT_WORK, 1.0) if dealt else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ class AmountLedger:
         """
         key = (states.kind, position)
         if key not in self._halves:
-            node = self.graph.nodes[states.variable.nodes[position]]
+            node = self.parts.node(states, position)
             inputs, outputs = len(node.tensor_inputs), len(node.outputs)
             sizes = [*traffic_sizes(self.graph, node)[:inputs], *(0.0 for _ in range(outputs))]
             rules = [choice.rules[position] for choice in states.variable.choices]
@@ -201,7 +201,7 @@ class AmountLedger:
         return rows
 
     def _node(self, states: States, position: int) -> IntArray:
-        node = self.graph.nodes[states.variable.nodes[position]]
+        node = self.parts.node(states, position)
         rules = [choice.rules[position] for choice in states.variable.choices]
         ports = self._ports(states, node, rules)
         rows = self._kernel_rows(states, node, rules, ports, traffic_sizes(self.graph, node))

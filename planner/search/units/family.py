@@ -407,7 +407,7 @@ def _whole_state(states: States) -> int | None:
 def family_of(source: StageDecisions, parts: Parts, options: StageOptions) -> Family:
     """The family of a stage: one for all meshes with its axes, if it has no states that others lack."""
     setting = parts.setting
-    experts = (setting.experts_stay, setting.expert_cut, setting.tensor_cut, setting.shares_states)
+    experts = (setting.experts_stay, setting.expert_cut, setting.expert_load, setting.tensor_cut, setting.shares_states)
     restricted = (options, setting.batch_only, setting.storage, experts, id(setting.context))
     names = axis_names(setting.costs.mesh)
     case = MeshCase(setting.costs, parts.graph.batch_size)

@@ -132,6 +132,50 @@ def test_the_busiest_rank_of_experts_decides() -> None:
     assert simulated.step_time_s == pytest.approx(times[2], rel=1e-9)
 
 
+def test_no_rank_is_busiest_where_all_have_all_experts() -> None:
+    shared = SharedTables(routes())
+    pins = Pins.read({"tp": 1, "dp": 4, "ep": 1, "pp": 1, "micro_batch": 2, "optimizer_sharding": "none"})
+    even, busy = (
+        plan_network(replace(ROUTED, expert_imbalance=ratio, pins=pins), shared=shared).candidates[0].prediction
+        for ratio in (1.0, 2.0)
+    )
+    assert busy == even
+
+
+def test_what_the_busiest_rank_does_is_planned_with_the_tables_of_an_even_share() -> None:
+    """Sweeps over imbalances share what is made of the network."""
+    shared = SharedTables(routes())
+    pins = Pins.read({"tp": 1, "dp": 4, "ep": 4, "pp": 1, "micro_batch": 2, "optimizer_sharding": "none"})
+    for ratio in (1.0, 2.0, 1.0, 1.5):
+        request = replace(ROUTED, expert_imbalance=ratio, pins=pins)
+        again, alone = (plan_network(request, shared=one).candidates[0] for one in (shared, None))
+        assert (again.plan, again.prediction) == (alone.plan, alone.prediction)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.5, 4.0])
+def test_searches_weigh_the_busiest_rank_against_having_all_experts(ratio: float) -> None:
+    shared = SharedTables(routes())
+    given = {"tp": 1, "pp": 1, "dp": 4, "micro_batch": 2, "optimizer_sharding": "none"}
+    request = replace(ROUTED, expert_imbalance=ratio)
+    times = [
+        plan_network(replace(request, pins=Pins.read(given | {"ep": ep})), shared=shared)
+        .candidates[0].prediction.step_time_s
+        for ep in (1, 2, 4)
+    ]  # fmt: skip
+    free = plan_network(replace(request, pins=Pins.read(given)), shared=shared).candidates[0].prediction.step_time_s
+    assert free == pytest.approx(min(times), rel=1e-9)
+
+
+def test_the_busiest_experts_take_no_less_memory_than_uneven_routing_as_it_is() -> None:
+    pins = Pins.read({"tp": 1, "dp": 4, "ep": 4, "pp": 1, "micro_batch": 2, "optimizer_sharding": "none"})
+    request = replace(ROUTED, network="zoo:mixtral-8x7b", sequence_length=512, hardware="dgx-h100", pins=pins)
+    found = [
+        plan_network(replace(request, expert_imbalance=ratio)).candidates[0].prediction.peak_memory_bytes
+        for ratio in (1.0, 1.05, 1.3, 2.0)
+    ]
+    assert found[0] <= found[1] < found[2] < found[3]
+
+
 def test_without_a_name_nothing_changes() -> None:
     assert as_run(DGX, "", "") is DGX
     best = planned().candidates[0].plan
