@@ -313,12 +313,13 @@ def _check_without_torch(path: Path, kind: str, settings: Mapping[str, Any]) -> 
 
     Its class of the configuration looks at the values in a fork that has no torch, once for a configuration.
     """
-    hidden, heads = (settings.get(key) for key in _HEADS.get(kind, ("", "")))
-    whole = "head_dim" not in settings if kind in _ROTARY else True
-    if hidden and heads and whole and (hidden < heads if kind in _ROTARY else hidden % heads):
-        raise NetworkError(
-            f"{path}: the hidden size {hidden} is not dealt out over {heads} attention heads; correct it"
-        )
+    if kind in _HEADS and all(key in settings for key in _HEADS[kind]):
+        hidden, heads = (_size(path, settings, key, 1) for key in _HEADS[kind])
+        whole = "head_dim" not in settings if kind in _ROTARY else True
+        if whole and (hidden < heads if kind in _ROTARY else hidden % heads):
+            raise NetworkError(
+                f"{path}: the hidden size {hidden} is not dealt out over {heads} attention heads; correct it"
+            )
     theta = settings.get("rope_theta") if kind in _ROTARY else None
     if theta is not None and (isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0):
         raise NetworkError(f"{path}: key 'rope_theta' is {theta!r}; it must be a number above 0")
