@@ -73,8 +73,6 @@ _FUSED_OPTIMIZERS = ("sgd", "momentum")
 """Optimizers that MindSpore has a kernel for (``ApplyMomentum``); others are operators, as its coefficient has them."""
 _FIXED = {STEP: "step_overhead_s", MICRO_BATCH: "micro_batch_overhead_s"}
 
-SOFTWARE: Mapping[str, Software] = shipped_stacks().software
-"""Software by name, as ``hw_profiles/software/stacks.yaml`` has it."""
 SETTINGS = (
     "overlaps", "gradient_dtype", "whole_sums", "single_gathers", "deterministic", "fused_sums", "fusion",
     "samples", "sample_area",
@@ -112,9 +110,10 @@ def software_named(text: str) -> Software:
     (True, False)
     """
     name, _, stated = text.partition(NAME_ENDS)
-    if name not in SOFTWARE:
-        raise InputError(f"software {name!r} is not one of {', '.join(SOFTWARE)}{_nearest(name, SOFTWARE)}")
-    known = SOFTWARE[name]
+    kinds = shipped_stacks().software
+    if name not in kinds:
+        raise InputError(f"software {name!r} is not one of {', '.join(kinds)}{_nearest(name, kinds)}")
+    known = kinds[name]
     own, memory = known.model_dump(), known.memory.model_dump()
     for setting in filter(None, stated.split(",")):
         key, equals, value = (part.strip() for part in setting.partition("="))

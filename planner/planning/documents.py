@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from planner.cost.memory_traits import traits_of
-from planner.cost.software import SOFTWARE, USUAL, software_named
+from planner.cost.software import USUAL, software_named
 from planner.cost.software_file import shipped_software, shipped_stacks
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def goodput_document(goodput: PlanGoodput, prediction: Prediction) -> Document:
 
 def software_names() -> list[str]:
     """Names that ``--software`` takes, in the order of the file."""
-    return list(SOFTWARE)
+    return list(shipped_stacks().software)
 
 
 def software_document(name: str) -> Document:

@@ -62,6 +62,7 @@ class _Family:
     """Members up to this size share the embedding with the output layer."""
 
 
+@lru_cache(maxsize=1)
 def _read() -> tuple[dict[str, Traits], tuple[KnownModel, ...], tuple[_Family, ...]]:
     """Traits by name, single networks and families of ``known_models.yaml``."""
     found: Any = yaml.safe_load((resources.files(__package__) / "known_models.yaml").read_text(encoding="utf-8"))
@@ -84,8 +85,10 @@ def _read() -> tuple[dict[str, Traits], tuple[KnownModel, ...], tuple[_Family, .
     )
 
 
-_TRAITS, _SINGLE, _FAMILIES = _read()
-LLAMA, GPT, BERT = (_TRAITS[name] for name in ("llama", "gpt", "bert"))
+def traits_named(name: str) -> Traits:
+    """Traits by a name of ``known_models.yaml``, such as ``llama``."""
+    return _read()[0][name]
+
 
 _SIZE = re.compile(r"(?<![\d.x])(\d+(?:\.\d+|(?:point)\d+)?)-?([bmt])(?![a-z])")
 
@@ -119,10 +122,11 @@ def known_model(name: str, parameters_b: float | None = None) -> KnownModel | No
     family without a known size gives a model without sizes, for its traits.
     """
     plain = re.sub(r"(qwen|llama|phi|deepseek-?v?)-?([1-4])-?([0-9])(?![0-9.]*b\b)", r"\1\2.\3", plain_name(name))
-    for model in _SINGLE:
+    _, single, families = _read()
+    for model in single:
         if re.search(model.pattern, plain):
             return model
-    family = next((f for f in _FAMILIES if re.search(f.pattern, plain)), None)
+    family = next((f for f in families if re.search(f.pattern, plain)), None)
     if family is None:
         return None
     size = billions(name) or parameters_b

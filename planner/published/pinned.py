@@ -16,8 +16,8 @@ from planner.cost.memory.in_flight import V_SHAPED, schedule_name
 from planner.cost.memory.parameters import local_vocabulary
 from planner.cost.memory.states import usual_gradient_bytes
 from planner.cost.memory_traits import traits_of
-from planner.cost.software import SOFTWARE, with_settings
-from planner.cost.software_file import MemoryHabits, Samples
+from planner.cost.software import with_settings
+from planner.cost.software_file import MemoryHabits, Samples, shipped_stacks
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import (
     LayeredNetwork,
@@ -35,15 +35,13 @@ from planner.plans.hints import Hint, hint
 from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest
 from planner.published.image_networks import image_network
+from planner.published.layered.prediction import FUSED_IN_HALF
 from planner.published.layered.sequence import padded_frames
 from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
 from simulator.program import Kernel
 
-FUSED_IN_HALF = (Stack.MXNET, Stack.PADDLE)
-"""What fuses norms with what follows them where channels are last, which NVIDIA's examples have in half precision only
-(``MxNet/Classification/RN50v1.5/runner``, ``PaddlePaddle/Classification/RN50v1.5/scripts/training``)."""
 OF_FRAMES = "frames_"
 """How factories of `planner.networks.quartznet` begin, whose module needs torch."""
 FOLDED = ("zbv", "dualpipe", "dualpipe_v")
@@ -54,7 +52,7 @@ ORDER = "pp-dp-cp-tp"
 (``megatron/core/parallel_state.py``, ``deepspeed/runtime/pipe/topology.py``)."""
 EXPERTS_ORDER = "pp-dp-cp-ep-tp"
 ADAPTERS = {"peft_type": "LORA", "r": 32, "lora_alpha": 32}
-"""Those of Megatron-LM where none are described (``LoRA`` of Megatron Bridge: ``dim`` 32)."""
+"""Adapters of a run that describes none: those of Megatron Bridge (``LoRA``, ``dim`` 32)."""
 OWN_SAMPLES = Exchange(cross_batch=True)
 """Batch norms of ``DistributedDataParallel`` see a rank's samples alone (documentation of `torch.nn.SyncBatchNorm`)."""
 MEMORY = "device.memory_bytes"
@@ -187,7 +185,7 @@ def software_of(setup: TrainingSetup, samples: LayeredNetwork | None = None) -> 
     the host does.
     """
     name, transformer = str(setup.stack), samples is None
-    if name not in SOFTWARE:
+    if name not in shipped_stacks().software:
         return ""
     gathers = setup.optimizer_sharding is OptimizerSharding.ZERO3 and setup.dp > 1
     overlaps = setup.overlap_parameters if gathers and transformer else setup.overlap_gradients

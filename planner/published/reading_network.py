@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from planner.cost.training_run import Experts, LatentAttention, LayeredNetwork, TransformerShape
-from planner.published.known_models import BERT, GPT, LLAMA, KnownModel, Traits, billions, known_model, plain_name
+from planner.published.known_models import KnownModel, Traits, billions, known_model, plain_name, traits_named
 from planner.published.layered import lookup, lookup_by_parameters, sequence
 from planner.published.measurement_file import FileRow
 from planner.published.source_rules import stated
@@ -210,11 +210,11 @@ def _traits(row: FileRow, known: KnownModel | None) -> Traits:
     if known:
         traits = known.traits
     elif re.search(r"\bbert\b|\bencoder\b", arch):
-        traits = BERT
+        traits = traits_named("bert")
     elif re.search(r"swiglu|llama|rmsnorm|rope", words):
-        traits = LLAMA
+        traits = traits_named("llama")
     else:
-        traits = GPT
+        traits = traits_named("gpt")
     if re.search(r"squared[- ]relu", arch):
         return traits
     if "swiglu" in words or "geglu" in words:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from simulator.calibration.fit_collectives import fit_collectives
 from simulator.calibration.fit_operators import Fields, operator_fits
-from simulator.calibration.fit_rows import ROWS
+from simulator.calibration.fit_rows import fit_rows
 from simulator.calibration.fits import FittedValues
 from simulator.calibration.profile_text import with_fields
 from simulator.hardware import PROFILE_SUFFIX
@@ -33,7 +33,7 @@ class ProfileFit:
 
 def fitted_profiles() -> tuple[str, ...]:
     """Names of the shipped profiles that published measurements speak for."""
-    return tuple(rows.profile for rows in ROWS)
+    return tuple(rows.profile for rows in fit_rows())
 
 
 def fit_profile(folder: Path, profile: str) -> ProfileFit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from typing import Any
 
@@ -55,7 +56,9 @@ class Rows:
     tiles: str = "nvidia"
 
 
-def _read() -> tuple[Rows, ...]:
+@lru_cache(maxsize=1)
+def fit_rows() -> tuple[Rows, ...]:
+    """The rows of every profile, as ``fit_rows.yaml`` has them."""
     text = (resources.files(__package__) / "fit_rows.yaml").read_text(encoding="utf-8")
     items: list[dict[str, Any]] = [
         {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
@@ -64,13 +67,10 @@ def _read() -> tuple[Rows, ...]:
     return tuple(Rows(**item) for item in items)
 
 
-ROWS = _read()
-
-
 def rows_of(profile: str) -> Rows:
     """Rows for a shipped profile; InputError for one that no rows speak for."""
-    for rows in ROWS:
+    for rows in fit_rows():
         if rows.profile == profile:
             return rows
-    known = ", ".join(rows.profile for rows in ROWS)
+    known = ", ".join(rows.profile for rows in fit_rows())
     raise InputError(f"no published measurements are known for profile {profile!r}; choose among {known}")

@@ -36,9 +36,9 @@ _ON_AI_CPU = "ascend910"
 published steps, which take as much longer for a mosaic whatever the network, on this device alone."""
 
 _NEUTRAL = LayeredParameters()
-_FUSED_IN_HALF = (Stack.MXNET, Stack.PADDLE)
-"""What fuses norms with what follows them where channels are last, which NVIDIA's examples have in half precision only
-(``MxNet/Classification/RN50v1.5/runner``, ``PaddlePaddle/Classification/RN50v1.5/scripts/training``)."""
+FUSED_IN_HALF = (Stack.MXNET, Stack.PADDLE)
+"""Software that fuses norms with what follows them where channels are last, which NVIDIA's examples have in half
+precision only (``MxNet/Classification/RN50v1.5/runner``, ``PaddlePaddle/Classification/RN50v1.5/scripts/training``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def parameters_of(coefficients: LayeredCoefficients, run: TrainingRun) -> Layere
         stack["casts"] = planes
     elif keeps_planes(run):
         stack["casts"] = coefficients.stacks.get(Stack.EAGER, {}).get("casts", _NEUTRAL.casts)
-    if product_kind(run) != "half" and run.setup.stack in _FUSED_IN_HALF:
+    if product_kind(run) != "half" and run.setup.stack in FUSED_IN_HALF:
         stack["unfused"] = _NEUTRAL.unfused
     if run.setup.plain_graph:
         stack["unfused"] = 1.0

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost.software import (
-    SOFTWARE,
     NetworkFamily,
     as_run,
     as_run_by,
@@ -26,7 +25,7 @@ from planner.cost.software import (
     usual_software,
     with_settings,
 )
-from planner.cost.software_file import shipped_software
+from planner.cost.software_file import shipped_software, shipped_stacks
 from planner.cost.stacks import factors_of
 from planner.execution.launch.starting import check_options
 from planner.execution.options import ExecuteOptions
@@ -205,10 +204,10 @@ def test_graphs_spare_the_host_its_launches_and_whole_steps_its_dispatch_of_toke
     assert host_s(step, "expert") == pytest.approx(host_s(step, "tensor"))
 
 
-@pytest.mark.parametrize("name", SOFTWARE)
+@pytest.mark.parametrize("name", shipped_stacks().software)
 def test_every_software_has_what_its_stack_was_fitted_to(name: str) -> None:
     stacks = shipped_software().coefficients.stacks
-    found, known = as_run_by(DGX, name), SOFTWARE[name]
+    found, known = as_run_by(DGX, name), shipped_stacks().software[name]
     own = stacks[
         "mindspore_gpu"
         if name in ("mindspore", "mindformers")
@@ -331,7 +330,9 @@ def test_messages_that_hide_travel_a_unit_at_once() -> None:
     apart = as_run_by(DGX, "megatron_deepspeed")
     assert sharded_factor(apart) == shipped_software().coefficients.stacks["deepspeed"]["shard_apart"]
     assert sharded_factor(replace(apart, overlaps_communication=True)) == 1.0
-    assert [name for name in SOFTWARE if sharded_factor(as_run_by(DGX, name)) != 1.0] == ["megatron_deepspeed"]
+    assert [name for name in shipped_stacks().software if sharded_factor(as_run_by(DGX, name)) != 1.0] == [
+        "megatron_deepspeed"
+    ]
 
 
 def test_messages_of_tensor_ranks_beside_products_leave_a_part_to_wait_for(tmp_path: Path) -> None:
@@ -396,7 +397,7 @@ def test_software_copies_around_convolutions() -> None:
 
     PyTorch leaves 16-bit images in planes, all software those of float32, which V100 does not multiply on tensor units.
     """
-    copies = {name: as_run_by(DGX, name).training[COPIES] for name in SOFTWARE}
+    copies = {name: as_run_by(DGX, name).training[COPIES] for name in shipped_stacks().software}
     assert min(copies["eager"], copies["pytorch"]) > 10 * max(copies[name] for name in ("channels_last", "mxnet"))
     hardware, older = as_run_by(DGX, "eager"), as_run_by(load_profile("dgx1-v100"), "eager")
     stated = shipped_software().coefficients.stacks["eager"]
