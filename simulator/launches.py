@@ -56,10 +56,12 @@ TENSOR_EXPOSED = "planned_tensor_exposed"
 """Key of a profile's training: part of the time of a gather or scatter of tensor ranks that is left where it travels in
 parts beside the product in front of it or behind it; there where a plan asks for that."""
 DISPATCH_S = 0.9e-3
-"""What a host of software that launches operators one by one does around each message of tokens to experts, beside what
-a network's graph has: counts of tokens are gathered and read back, tokens permuted and sorted, and every expert's
-product launched (some twenty operators of ``moe_utils`` and ``token_dispatcher`` of Megatron-Core). Chosen with
-published steps of H100 and B200 in view, among them neither those of clusters with EFA nor those of PithTrain."""
+"""Seconds of the host's work around each message of tokens to experts, where software launches operators one by one.
+
+It comes on top of a network's graph: the host gathers and reads back counts of tokens, permutes and sorts tokens, and
+launches every expert's product (some twenty operators of ``moe_utils`` and ``token_dispatcher`` of Megatron-Core). The
+value was chosen with published steps of H100 and B200 in view; those of clusters with EFA and of PithTrain were not
+among them."""
 GRAPHED = 10.0
 """How much less of the host's time a kernel takes that is replayed in a CUDA graph: next to a microsecond
 (developer.nvidia.com/blog/constant-time-launch-for-straight-line-cuda-graphs)."""

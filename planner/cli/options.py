@@ -186,7 +186,7 @@ class RequestOptions:
     debug: DebugFlag = False
 
     def asked(self) -> dict[str, Any]:
-        """What was given, by the names of the fields of `planner.plans.request.Request`."""
+        """Return the options that were given, under the names of the fields of `planner.plans.request.Request`."""
         given = {one.name: getattr(self, one.name) for one in fields(Request) if hasattr(self, one.name)}
         given["pins"] = read_pins(self.pins or ())
         return {name: value for name, value in given.items() if value is not None}

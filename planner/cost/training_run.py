@@ -261,7 +261,7 @@ class TrainingSetup:
     recompute_activation_function: bool = False
     """The output of the feed-forward network's activation function is computed again, whatever else is."""
     recompute_norms: bool = False
-    """What the norms of a layer give to its products is computed again, whatever else is."""
+    """The norms' outputs, which a layer's products read, are computed again, whatever else is."""
     vocabulary_parallel_loss: bool = True
     """The logits stay cut over ``tp`` in the loss; otherwise every tensor rank computes it on the whole vocabulary."""
     every_second_product: bool = False

@@ -19,7 +19,7 @@ _SAME = (
     *("tp", "pp", "vpp", "cp", "micro_batch", "schedule", "context_algorithm", "sequence_parallel", "tensor_overlap"),
     *("expert_overlap", "offload_optimizer", "offload_parameters", "offload_activations"),
 )
-"""What a configuration says that is a pin as it stands."""
+"""Keys of a configuration that are pins of the same name and value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,7 +96,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stretch:
-    """What a unit adds to a pass; operators as in `PassDraft.cut`, ``kernel`` and ``output`` too, None for none.
+    """Operators that a unit adds to a pass, as in `PassDraft.cut`; ``kernel`` and ``output`` too, None for none.
 
     ``arrivals`` bring what the next unit reads; ``left`` are the messages that are not yet sent.
     """

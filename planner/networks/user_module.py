@@ -1,4 +1,4 @@
-"""What the text of a user's module shows before it is imported: what is refused for it costs no import of torch."""
+"""Faults that a user's module shows in its text: it is refused for them before torch is imported."""
 
 from __future__ import annotations
 

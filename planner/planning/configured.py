@@ -285,9 +285,10 @@ class Configured:
 
     @staticmethod
     def _framework_experts(tokens: Pins) -> list[Pins]:
-        """What frameworks do with experts: there is no expert axis, or tokens travel over it; no weights are gathered.
+        """List how frameworks place experts: without an expert axis, or with tokens that travel over it.
 
-        Tensor ranks have part of the width of each expert (`expert_cut`), or whole ones of an expert axis.
+        They gather no weights of experts. Tensor ranks have part of the width of each expert (`expert_cut`), or whole
+        ones of an expert axis.
         """
         assert tokens.runs is not None  # its caller asks for a framework's
         found = [tokens] if tokens.ep else [replace(tokens, expert_messages=None, ep=1), tokens]

@@ -1,4 +1,4 @@
-"""What a user fixes of a plan: one typed model of all pins, from the command line, YAML and Python to the search."""
+"""Pins, the parts of a plan that the user fixes: one model for the command line, YAML, Python and the search."""
 
 from __future__ import annotations
 
@@ -145,11 +145,11 @@ class Pins:
         return cls(**{name: _value(name, _text(value)) for name, value in given.items()})
 
     def said(self) -> dict[str, Any]:
-        """What is pinned, by name."""
+        """Return the values of the pins that are set, by name."""
         return {name: value for name in PIN_NAMES if (value := getattr(self, name)) is not None}
 
     def named(self) -> dict[str, str]:
-        """What is pinned, by name, as it would be written."""
+        """Return the pins that are set as a user would write them, by name."""
         return {name: _text(value) for name, value in self.said().items()}
 
     def degree(self, name: str) -> int:
@@ -157,7 +157,7 @@ class Pins:
         return getattr(self, name) or 1
 
     def over(self, other: Pins) -> Pins:
-        """What is pinned here, and what `other` pins where nothing is."""
+        """Return these pins, filled up with those of `other` where they are free."""
         return replace(other, **self.said())
 
     def without(self, names: Iterable[str]) -> Pins:

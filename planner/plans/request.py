@@ -37,7 +37,7 @@ BY_SAMPLES = ("data_parallel", "hybrid_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a plan and a sweep over plans are asked for alike; None leaves a choice to the defaults.
+    """The fields that requests for a plan and for a sweep have in common; None leaves a choice to the defaults.
 
     ``pins`` fix dimensions of the search. ``software`` is a name of `planner.cost.software`, ``attention`` one of
     `planner.graph.attention` and ``norms`` one of `planner.graph.norms`: how attention and root-mean-square norms run;

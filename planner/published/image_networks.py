@@ -24,9 +24,10 @@ _NETWORKS = (
 
 
 def image_network(name: str, side: int = 0) -> str:
-    """The specification of the classifier that is published as `name`, for images of `side`; empty where there is none.
+    """Return the specification of the classifier that is published as `name`; empty where it is not known.
 
-    Squeezed channels that are wider than usual (``widese``) count as the usual ones.
+    Its images have `side` pixels, or as many as usual. Squeezed channels that are wider than usual (``widese``)
+    count as the usual ones.
 
     >>> image_network("se_resnext101_32x4d"), image_network("efficientnet_b4", 320), image_network("ssd")
     ('timm:seresnext101_32x4d@224', 'timm:efficientnet_b4@320', '')

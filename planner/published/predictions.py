@@ -75,7 +75,7 @@ def _not_read(rows: Sequence[MeasuredRow], scored: Sequence[ScoredRow]) -> dict[
 
 
 def _words(row: MeasuredRow) -> tuple[str, ...]:
-    """What a row says of its software, part by part."""
+    """Return the words of a row that describe its software."""
     said = dict(row.facts)
     texts = (
         said.get(column, "") for column in ("framework", "other_flags", "attention_impl", "recompute", "zero_fsdp")
