@@ -313,7 +313,7 @@ def _check_without_torch(path: Path, kind: str, settings: Mapping[str, Any]) -> 
 
     Its class of the configuration looks at the values in a fork that has no torch, once for a configuration.
     """
-    if kind in _HEADS and all(key in settings for key in _HEADS[kind]):
+    if kind in _HEADS and all(settings.get(key) is not None for key in _HEADS[kind]):
         hidden, heads = (_size(path, settings, key, 1) for key in _HEADS[kind])
         whole = "head_dim" not in settings if kind in _ROTARY else True
         if whole and (hidden < heads if kind in _ROTARY else hidden % heads):
