@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
 from hashlib import sha256
+from multiprocessing import get_context
 from pathlib import Path
 
 import yaml
@@ -25,8 +27,7 @@ from planner.planning.shared_tables import SharedTables
 from planner.published.layered.prediction import predict_by_layers
 from planner.published.pinned import MEMORY, PinnedRun, pinned_run
 from planner.published.predictions import RECOMPUTED, RunFailedError, recomputing
-from simulator.calibration.process import available_cores
-from simulator.calibration.side_by_side import side_by_side
+from simulator.calibration.process import available_cores, children_killed_on_error, stopped_children_killed
 from simulator.errors import InputError, MeshwrightError
 from simulator.profiles import load_profile, profile_text
 from simulator.whole_file import write_whole
@@ -241,16 +242,24 @@ def _predicted(wanted: Sequence[Wanted], cores: int) -> Iterator[tuple[Wanted, O
     with tempfile.TemporaryDirectory() as folder:
         left = dict(enumerate(parts))
         if cores > 1 and len(parts) > 1:
-            tasks = [(place, part, folder) for place, part in left.items()]
-            with suppress(BrokenProcessPool):
-                for place, outcomes in side_by_side(_predict_numbered, tasks, min(cores, len(tasks))):
-                    yield from zip(left.pop(place), outcomes, strict=True)
+            # Forked processes could inherit locks of threads that they do not have.
+            context = get_context("spawn")
+            with (
+                suppress(BrokenProcessPool),
+                stopped_children_killed(),
+                ProcessPoolExecutor(cores, context) as pool,
+                children_killed_on_error(),
+            ):
+                try:
+                    waiting = {pool.submit(_predict_part, part, folder): place for place, part in left.items()}
+                except (OSError, ValueError) as error:
+                    # A process died, and the pool closed its pipes, while it was starting the next one.
+                    raise BrokenProcessPool from error
+                for done in as_completed(waiting):
+                    outcomes = done.result()
+                    yield from zip(left.pop(waiting[done]), outcomes, strict=True)
         for part in left.values():
             yield from zip(part, _predict_part(part, folder), strict=True)
-
-
-def _predict_numbered(place: int, wanted: list[Wanted], folder: str) -> tuple[int, list[Outcome]]:
-    return place, _predict_part(wanted, folder)
 
 
 def _predict_part(wanted: Sequence[Wanted], folder: str) -> list[Outcome]:

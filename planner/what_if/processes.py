@@ -1,15 +1,22 @@
-"""A sweep in local processes."""
+"""A sweep in local processes, through joblib."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from planner.what_if.options import point_name
 from planner.what_if.rows import WhatIfRow
 from planner.what_if.work import Work, graph_text, plan_numbered
-from simulator.calibration.side_by_side import side_by_side
+from simulator.calibration.process import end_with_parent, stopped_children_killed
 from simulator.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -65,7 +72,7 @@ def in_processes(
     left = dict(waiting)
     tasks = [(number, request, text) for number, request in waiting.items()]
     try:
-        for number, row in side_by_side(work, tasks, min(jobs, len(tasks))):
+        for number, row in _parallel(work, tasks, min(jobs, len(tasks))):
             del left[number]
             yield number, row
         return
@@ -73,12 +80,56 @@ def in_processes(
         note(f"a process of the sweep died ({_first_line(error)}); the points that are left are planned one at a time")
     for number, request in left.items():
         try:
-            yield from side_by_side(work, [(number, request, text)], 2)
+            yield from _parallel(work, [(number, request, text)], 2)
         except BrokenProcessPool as error:
             raise MeshwrightError(
                 f"{point_name(request)}: the process that planned it died, twice ({_first_line(error)}); free some "
                 "memory, or leave this point out of --devices and --hw"
             ) from error
+
+
+def _parallel(work: Work, tasks: Iterable[tuple[Any, ...]], jobs: int) -> Numbered:
+    from joblib import Parallel, delayed
+
+    # One point a task: each is kept as soon as it is done.
+    parallel = Parallel(n_jobs=jobs, backend="loky", batch_size=1, return_as="generator_unordered")
+    with stopped_children_killed():
+        rows = parallel(delayed(_attached)(os.getpid(), work, *task) for task in tasks)
+        with _ended(rows):
+            # `yield from` would close joblib's generator before it is told to do so in silence.
+            for row in rows:  # noqa: UP028
+                yield row
+
+
+def _attached(parent: int, work: Work, *task: Any) -> tuple[int, WhatIfRow]:
+    """Work in a process that leaves Ctrl-C to its parent and ends with it, even where that is killed."""
+    _end_with(parent)
+    return work(*task)
+
+
+@lru_cache(maxsize=1)
+def _end_with(parent: int) -> None:
+    end_with_parent()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _ended(rows: Generator[Any, None, None]) -> Generator[None, None, None]:
+    """Close joblib's generator whatever happens, which ends its processes; it warns of work left undone."""
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows.close()
 
 
 def _first_line(error: BaseException) -> str:

@@ -131,6 +131,22 @@ def stopped_children_killed() -> Iterator[None]:
         _kill(_stopped_children() - before)
 
 
+@contextmanager
+def children_killed_on_error() -> Iterator[None]:
+    """Kill the children of `multiprocessing` that were started meanwhile when an error ends it.
+
+    A ``ProcessPoolExecutor`` of Python 3.11 that breaks while it starts a process does not end that one, and waits for
+    it without end.
+    """
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()
+        raise
+
+
 def kill_stopped_children_until_exit() -> None:
     """Do so until this process ends, for it may wait for its children once more then."""
     watching = ExitStack()

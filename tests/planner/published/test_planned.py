@@ -11,6 +11,8 @@ import shlex
 import signal
 import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,6 +192,20 @@ def test_processes_that_are_stopped_or_die_leave_their_runs_to_this_one(
     hitting.join()
     assert found == predict_planned(runs, cores=1)
     assert set(multiprocessing.active_children()) <= before
+
+
+def test_an_error_kills_the_children_that_were_started_meanwhile() -> None:
+    context = multiprocessing.get_context("spawn")
+    before = context.Process(target=time.sleep, args=(60,), daemon=True)
+    meanwhile = context.Process(target=time.sleep, args=(60,), daemon=True)
+    before.start()
+    with suppress(BrokenProcessPool), process.children_killed_on_error():
+        meanwhile.start()
+        raise BrokenProcessPool
+    meanwhile.join(30)
+    assert meanwhile.exitcode == -signal.SIGKILL
+    assert before.is_alive()
+    before.kill()
 
 
 def test_validate_predicts_by_plans(tmp_path: Path) -> None:
