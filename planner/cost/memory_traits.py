@@ -83,8 +83,10 @@ class MemoryTraits:
         buffers at least and keeps the output of the last stage until its buffer is used again
         (``PipelineEngine._exec_forward_pass``), logits in float32 (``GPTModelPipe``).
     weighted_experts
-        Experts multiply the output of their activation function by the router's share of the token, so that it stands
-        before and after (Megatron-Core, ``megatron/core/transformer/moe/experts.py``).
+        Experts multiply the output of their activation function by the router's share of the token, not what comes out
+        of their second product, which need not stand then (Megatron-Core from 0.12 on,
+        ``megatron/core/transformer/moe/experts.py``). A gated function does so in its own kernel, others keep the
+        output before and after.
     position_biases
         Attention that adds biases to its scores by distance gets them as tensors of the heads' scores.
     drops_logits
@@ -229,9 +231,9 @@ MOMENTS = {
     "adamw8bit": 2.0,
 }
 """Numbers that an optimizer keeps for every parameter, as wide as the master weights."""
-UNEVEN_ROUTING = 1.1
-"""Tokens that the experts of a rank get at most over an even share, where none are dropped. Fitted: to Megatron-LM's
-tests alone it would be 1.1 to 1.15, to MindSpeed-LLM's more than 1.3."""
+UNEVEN_ROUTING = 1.3
+"""Tokens that the experts of a rank get at most over an even share, where none are dropped. Fitted to MindSpeed-LLM's
+tests; those of Megatron-LM, networks of a few steps, would have more than 1.5."""
 EIGHT_BIT_OPTIMIZERS = ("adamw8bit",)
 """Those that keep them in 8 bits."""
 SUB_GROUP_ELEMENTS = 1e9

@@ -230,8 +230,10 @@ def _experts(
     uneven = experts.capacity_factor or (UNEVEN_ROUTING if setup.ep > 1 else 1.0)
     routed = sizes.tokens * setup.expert_tp / setup.tp * experts.per_token * uneven
     saved, function, working = _activation(shape, setup, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
-    saved += routed * shape.hidden * (sizes.product_input + element)
-    if traits.weighted_experts:
+    # Where the router's share weighs what comes out of the second product, that stands too.
+    fused = traits.fused_gate and shape.gated and not setup.single_gate
+    saved += routed * shape.hidden * (sizes.product_input + (0 if traits.weighted_experts else element))
+    if traits.weighted_experts and not fused:
         saved, function = saved + function, 2 * function
     working += routed * shape.hidden * element
     if experts.shared_feed_forward:

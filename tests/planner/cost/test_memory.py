@@ -333,20 +333,25 @@ def test_updates_work_with_the_experts_of_a_rank_at_once() -> None:
     assert stage.first_step_bytes - states - stage.workspace == pytest.approx(4 * 8 * 2 * 4096 * 14336)
 
 
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("stack", [Stack.MEGATRON, Stack.TRANSFORMER_ENGINE])
-def test_experts_keep_the_output_of_their_function_before_and_after_its_weight(stack: Stack) -> None:
-    setup, traits = run(MIXTRAL, stack=stack).setup, traits_of(stack)
+def test_weights_of_tokens_within_the_experts_spare_what_comes_out_of_them(stack: Stack, gated: bool) -> None:
+    """One tensor of the hidden size less; one more of the inner size where function and weight are not one kernel."""
+    network, traits = replace(MIXTRAL, gated=gated), traits_of(stack)
     assert traits.weighted_experts
-    plain, weighted = (
-        layer_activations(MIXTRAL, setup, replace(traits, weighted_experts=kept), experts=True).saved
-        for kept in (False, True)
+    setup = run(network, stack=stack).setup
+    outside, inside = (
+        layer_activations(network, setup, replace(traits, weighted_experts=within), experts=True)
+        for within in (False, True)
     )
-    assert weighted - plain == 2 * MIXTRAL.sequence_length * 14336 * 2
+    routed = 2 * MIXTRAL.sequence_length
+    assert inside.saved - outside.saved == routed * 2 * ((0 if gated else 14336) - MIXTRAL.hidden)
+    assert inside.function == (1 if gated else 2) * outside.function
 
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_functions_and_norms_that_are_computed_again_are_not_kept(experts: bool) -> None:
-    """Two norms of a layer; what a function returns, and for experts its product with their weights."""
+    """Two norms of a layer; what a function returns, for experts times their weights."""
     setup, traits = run(MIXTRAL, stack=Stack.TRANSFORMER_ENGINE).setup, traits_of(Stack.TRANSFORMER_ENGINE)
     layer = layer_activations(MIXTRAL, setup, traits, experts=experts)
     tokens, hidden, inner = MIXTRAL.sequence_length, MIXTRAL.hidden, MIXTRAL.feed_forward
@@ -356,7 +361,7 @@ def test_functions_and_norms_that_are_computed_again_are_not_kept(experts: bool)
     }
     usual = kept.pop("grouped_products")
     assert usual - kept["recompute_norms"] == 2 * tokens * hidden * 2
-    times = 2 * MIXTRAL.experts.per_token if experts and MIXTRAL.experts else 1
+    times = MIXTRAL.experts.per_token if experts and MIXTRAL.experts else 1
     assert usual - kept["recompute_activation_function"] == pytest.approx(times * tokens * inner * 2)
 
 
@@ -485,7 +490,7 @@ def test_experts_of_a_rank_get_more_than_an_even_share_of_tokens_where_none_are_
 
     even = routed(1, 0.0)
     # Attention, norms and router, which every rank has for its own tokens, stay as they are.
-    assert 1.05 * even < routed(8, 0.0) < 1.1 * even
+    assert 1.15 * even < routed(8, 0.0) < 1.3 * even
     assert routed(8, 1.0) == even
 
 
