@@ -35,21 +35,6 @@ KEYS: Mapping[str, str] = {
     "offload_parameters": "fsdp_offload_params",
     "precision": "mixed_precision",
 }
-SILENT = frozenset(
-    {
-        "optimizer",
-        "micro_batch",
-        "global_batch",
-        "sequence_length",
-        "recompute_modules",
-        "num_layers",
-        "first_layers",
-        "last_layers",
-        "mtp_layers",
-        "overlap_gradients",
-        "overlap_parameters",
-    }
-)
 _AXES = "parallelism_config."
 _KNOWN = "compute_environment", "num_machines", "fsdp_config.fsdp_auto_wrap_policy", _AXES + "parallelism_config_cp_"
 _STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
@@ -212,10 +197,9 @@ def recognises(name: str, text: str) -> bool:
 
 ACCELERATE = ExchangeFormat(
     name="accelerate",
-    capability="accelerate",
     version=VERSION,
     suffix=".yaml",
-    silent=SILENT,
+    also_silent=frozenset({"recompute_modules"}),
     keys=KEYS,
     write=write,
     read=read,

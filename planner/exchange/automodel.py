@@ -234,15 +234,9 @@ def recognises(name: str, text: str) -> bool:
 
 AUTOMODEL = ExchangeFormat(
     name="automodel",
-    capability="automodel",
     version=VERSION,
     suffix=".yaml",
-    silent=frozenset(
-        {
-            *("optimizer", "sequence_length", "recompute_modules", "num_layers", "first_layers", "last_layers"),
-            *("mtp_layers", "overlap_gradients", "overlap_parameters"),
-        }
-    ),
+    also_silent=frozenset({"num_layers", "recompute_modules"}),
     keys=KEYS,
     write=write,
     read=read,

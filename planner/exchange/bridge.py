@@ -220,10 +220,8 @@ def recognises(name: str, text: str) -> bool:
 
 BRIDGE = ExchangeFormat(
     name="bridge",
-    capability="bridge",
     version=VERSION,
     suffix=".overrides",
-    silent=frozenset({"optimizer", "num_layers"}),
     keys=KEYS,
     write=write,
     read=read,

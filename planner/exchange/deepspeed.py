@@ -33,22 +33,6 @@ KEYS: Mapping[str, str] = {
     "offload_parameters": "zero_optimization.offload_param",
     "precision": "bf16",
 }
-SILENT = frozenset(
-    {
-        "optimizer",
-        "sequence_length",
-        "recompute",
-        "recompute_modules",
-        "recompute_layers",
-        "recompute_count",
-        "num_layers",
-        "first_layers",
-        "last_layers",
-        "mtp_layers",
-        "overlap_gradients",
-        "overlap_parameters",
-    }
-)
 
 
 def document(config: TrainingConfig) -> dict[str, Any]:
@@ -203,10 +187,9 @@ def recognises(name: str, text: str) -> bool:
 
 DEEPSPEED = ExchangeFormat(
     name="deepspeed",
-    capability="deepspeed",
     version=VERSION,
     suffix=".json",
-    silent=SILENT,
+    also_silent=frozenset({"recompute", "recompute_count", "recompute_layers", "recompute_modules"}),
     keys=KEYS,
     write=write,
     read=read,

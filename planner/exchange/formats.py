@@ -61,6 +61,13 @@ class ReadConfig:
 
 
 Rules: TypeAlias = Callable[[TrainingConfig], Iterator[Violation]]
+OUTSIDE = frozenset(
+    {
+        *("optimizer", "micro_batch", "global_batch", "sequence_length", "num_layers", "first_layers", "last_layers"),
+        *("mtp_layers", "overlap_gradients", "overlap_parameters"),
+    }
+)
+"""Fields that the user's own code or launch command says where a format has no key for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +76,11 @@ class ExchangeFormat:
 
     Attributes
     ----------
-    capability : name of the framework's table in `planner.plans.capability`
+    name : of the format, and of the framework's table in `planner.plans.capability`
     version : the versions of the framework that read it
     suffix : usual ending of the file's name
-    silent : fields of `TrainingConfig` that a file does not say: they stand in the user's code or launch command
     keys : the framework's name for each field, for messages
+    also_silent : fields of `TrainingConfig` that a file does not say, beside those of `OUTSIDE` without a key
     write, read : from a configuration that the framework can run to text, and back
     recognises : whether a file, by its name and text, is of this format
     rules : rules of the framework across fields, beside those of its table
@@ -81,21 +88,25 @@ class ExchangeFormat:
     """
 
     name: str
-    capability: str
     version: str
     suffix: str
-    silent: frozenset[str]
     keys: Mapping[str, str]
     write: Callable[[TrainingConfig], Written]
     read: Callable[[str, str], ReadConfig]
     recognises: Callable[[str, str], bool]
+    also_silent: frozenset[str] = frozenset()
     rules: Rules = field(default=lambda config: iter(()))
     timed_as: str = ""
 
     @property
+    def silent(self) -> frozenset[str]:
+        """Fields that a file does not say."""
+        return (OUTSIDE - self.keys.keys()) | self.also_silent
+
+    @property
     def table(self) -> Capability:
         """The capability table of the framework."""
-        return capabilities()[self.capability]
+        return capabilities()[self.name]
 
     def violations(self, config: TrainingConfig) -> list[Violation]:
         """Rules that a configuration breaks: what holds everywhere, the framework's table, and its own rules."""

@@ -159,15 +159,9 @@ def recognises(name: str, text: str) -> bool:
 
 GALVATRON = ExchangeFormat(
     name="galvatron",
-    capability="galvatron",
     version=VERSION,
     suffix=".json",
-    silent=frozenset(
-        {
-            *("optimizer", "sequence_length", "precision", "sequence_parallel", "first_layers", "last_layers"),
-            *("mtp_layers", "overlap_gradients", "overlap_parameters"),
-        }
-    ),
+    also_silent=frozenset({"precision", "sequence_parallel"}),
     keys=KEYS,
     write=write,
     read=read,

@@ -547,10 +547,8 @@ def recognises(name: str, text: str) -> bool:
 
 MEGATRON = ExchangeFormat(
     name="megatron",
-    capability="megatron",
     version=VERSION,
     suffix=".sh",
-    silent=frozenset({"optimizer", "num_layers"}),
     keys=KEYS,
     write=write,
     read=read,

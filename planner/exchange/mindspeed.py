@@ -113,7 +113,6 @@ def recognises(name: str, text: str) -> bool:
 MINDSPEED = replace(
     megatron.MEGATRON,
     name="mindspeed",
-    capability="mindspeed",
     version=VERSION,
     keys=KEYS,
     write=write,
@@ -218,15 +217,9 @@ def rules_fsdp2(config: TrainingConfig) -> Iterator[Violation]:
 
 MINDSPEED_FSDP2 = ExchangeFormat(
     name="mindspeed-fsdp2",
-    capability="mindspeed-fsdp2",
     version=FSDP2_VERSION,
     suffix=".yaml",
-    silent=frozenset(
-        {
-            *("optimizer", "micro_batch", "global_batch", "sequence_length", "recompute_modules", "num_layers"),
-            *("first_layers", "last_layers", "mtp_layers", "overlap_gradients", "overlap_parameters"),
-        }
-    ),
+    also_silent=frozenset({"recompute_modules"}),
     keys=FSDP2_KEYS,
     write=write_fsdp2,
     read=read_fsdp2,

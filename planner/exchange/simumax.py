@@ -145,10 +145,9 @@ def recognises(name: str, text: str) -> bool:
 
 SIMUMAX = ExchangeFormat(
     name="simumax",
-    capability="simumax",
     version=VERSION,
     suffix=".json",
-    silent=frozenset({"optimizer", "num_layers", "mtp_layers", "recompute_modules", "overlap_parameters"}),
+    also_silent=frozenset({"recompute_modules"}),
     keys=KEYS,
     write=write,
     read=read,

@@ -78,20 +78,6 @@ READ = frozenset(
     )
 )
 MODES: Mapping[str, str] = {"FullAC": "full", "SelectiveAC": "selective", "None": "none"}
-SILENT = frozenset(
-    {
-        "optimizer",
-        "recompute_modules",
-        "num_layers",
-        "mtp_layers",
-        "overlap_gradients",
-        "overlap_parameters",
-        "expert_overlap",
-        "tokens_once",
-        "first_layers",
-        "last_layers",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,10 +402,9 @@ def recognises(name: str, text: str) -> bool:
 def _form(name: str, era: Era, suffix: str, write: Any, recognised: Any) -> ExchangeFormat:
     return ExchangeFormat(
         name=name,
-        capability=name,
         version=era.version,
         suffix=suffix,
-        silent=SILENT,
+        also_silent=frozenset({"expert_overlap", "recompute_modules", "tokens_once"}),
         keys=KEYS,
         write=write,
         read=partial(read, era=era),

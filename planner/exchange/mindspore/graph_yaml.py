@@ -276,15 +276,9 @@ def recognises(name: str, text: str) -> bool:
 
 MINDFORMERS = ExchangeFormat(
     name="mindformers",
-    capability="mindformers",
     version=VERSION,
     suffix=".yaml",
-    silent=frozenset(
-        {
-            *("optimizer", "recompute_modules", "first_layers", "last_layers", "mtp_layers", "overlap_gradients"),
-            "overlap_parameters",
-        }
-    ),
+    also_silent=frozenset({"recompute_modules"}),
     keys=KEYS,
     write=write,
     read=read,

@@ -243,15 +243,9 @@ def recognises(name: str, text: str) -> bool:
 
 MINDFORMERS_PYNATIVE = ExchangeFormat(
     name="mindformers-pynative",
-    capability="mindformers-pynative",
     version=VERSION,
     suffix=".yaml",
-    silent=frozenset(
-        {
-            *("optimizer", "sequence_length", "precision", "recompute_modules", "num_layers", "first_layers"),
-            *("last_layers", "mtp_layers", "overlap_gradients", "overlap_parameters"),
-        }
-    ),
+    also_silent=frozenset({"num_layers", "precision", "recompute_modules"}),
     keys=KEYS,
     write=write,
     read=read,
