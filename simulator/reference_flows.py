@@ -35,10 +35,10 @@ class Flow:
 
 
 class Flows:
-    """All wholes at work whose pace may change.
+    """The wholes that are under way and whose rates may change.
 
-    When some begin or end, the rates of all flows that share links with them, directly or through others, are found
-    anew by `max_min_rates`, which is asked once for each set of equal flows.
+    When one begins or ends, `max_min_rates` finds the rates of all flows anew that share links with it, directly or
+    through others. It is called once for each set of equal flows.
     """
 
     def __init__(self, environment: simpy.Environment, groups: TaskGroups) -> None:

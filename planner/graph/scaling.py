@@ -161,8 +161,8 @@ def _with_narrow_products(graph: OperatorGraph, dtype: str) -> OperatorGraph:
 def _last_products(graph: OperatorGraph) -> set[int]:
     """Return the products of the forward pass that no later product depends on: they make the logits.
 
-    They stay in 16 bits: Megatron-Core's output layer is none of Transformer Engine's, torchtitan's converter leaves
-    ``output`` out (``filter_fqns``), and so does the recipe of arXiv:2509.25149.
+    They stay in 16 bits: Megatron-Core does not take its output layer from Transformer Engine, torchtitan's converter
+    leaves ``output`` out (``filter_fqns``), and so does the recipe of arXiv:2509.25149.
     """
     found, before = set[int](), set[int]()
     for index, node in reversed(list(enumerate(graph.nodes))):

@@ -25,7 +25,7 @@ from simulator.quantities import percent_text
 
 
 def interrupted(candidates: Sequence[Candidate], explored_gap: float | None) -> Iterator[str]:
-    """Say how far the best plan so far is from the best, where the user has ended the search.
+    """Say how far the best plan so far may be from the best of all, where the user has ended the search.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ def write_run_trace(
     Parameters
     ----------
     simulated : the predicted step
-    ranks : what `planner.execution.measuring.recorded.rank_times` found
+    ranks : the times of every rank, of `planner.execution.measuring.recorded.rank_times`
     """
     document = _predicted(plan, simulated)
     step = middle_step(ranks)

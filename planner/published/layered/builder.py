@@ -284,8 +284,8 @@ class NetworkBuilder:
     def regions(self, count: int, side: int, points: int = 16) -> NetworkBuilder:
         """Features of `count` regions, `side` by `side` each, from a map: RoIAlign (arXiv:1703.06870).
 
-        Each output weighs `points`, four corners of four samples, and its gradient is added to them one by one, in
-        float32. They lie apart, so that each costs a sector of 32 bytes.
+        An output is a weighted sum of `points` (four corners of four samples). Its gradient is added to them one by
+        one, in float32. The points lie apart, so that each costs a sector of 32 bytes.
         """
         outputs = self.channels * count * side * side
         self._append(Kernel.EMBEDDING, elements_moved=outputs * points * _SECTOR_ELEMENTS, single=True)

@@ -135,9 +135,9 @@ EFFICIENTNET_SCALES = (
 
 
 def augmented_area(side: int) -> float:
-    """The host's work on an augmented image over that on one of 224 pixels a side.
+    """How many times as long the host works on an augmented image as on one of 224 pixels a side.
 
-    Reading it, three eighths of the latter, goes by the file; augmenting it goes by its pixels.
+    Three eighths of the work on the latter is reading, which depends on the file; the rest depends on the pixels.
     """
     return 3 / 8 + 5 / 8 * (side / 224) ** 2
 

@@ -1,7 +1,7 @@
 """Runs whose two captured blocks offer different choices.
 
-A block that meets something else than its like (a loss that takes no partial sums) may have fewer choices than those
-that only meet each other. Such a block is taken out of its run, so that what repeats is equal.
+A block next to something else (a loss that takes no partial sums) may have fewer choices than blocks next to each
+other. Such a block is taken out of its run, so that all blocks of the run are equal.
 """
 
 from __future__ import annotations
