@@ -10,6 +10,7 @@ import torch
 
 from simulator.calibration.allocations import recorded_growth
 from simulator.calibration.npu import load_npu
+from simulator.calibration.process import return_free_memory
 from simulator.machine_memory import free_memory as free_on_host
 from simulator.machine_memory import status
 
@@ -28,6 +29,8 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._recorded = 0
+        if device.type == "cpu":
+            return_free_memory()  # blocks freed before would hide new ones
         self._resident_before = status("VmRSS")
         self._allocated_before = 0
         if device.type != "cpu":
