@@ -65,7 +65,7 @@ def run_beside(groups: TaskGroups) -> Times:
     offsets, order = tasks_by_stream(table.stream, len(table.stream_rank))
     dependencies = table.dependencies.tolist()
     uses, tight = _uses(groups) if table.links.size else ([], set())
-    rank = _Rank(
+    rank = _RankStreams(
         queues=[order[begin:end].tolist() for begin, end in pairwise(offsets.tolist())],
         after=[dependencies[begin:end] for begin, end in pairwise(table.dependency_offsets.tolist())],
         latency_s=groups.latency_s.tolist(),
@@ -81,7 +81,7 @@ def run_beside(groups: TaskGroups) -> Times:
     return np.array(rank.starts, dtype=np.float64), np.array(rank.ends, dtype=np.float64)
 
 
-class _Rank:
+class _RankStreams:
     """The streams of a rank: what each runs, and when that next begins its work or ends (``moments``)."""
 
     def __init__(

@@ -101,7 +101,7 @@ class FileKind:
         """
         text = content if isinstance(content, str) else self.decode(content, place)
         try:
-            found = yaml.load(text, Loader=_Strict if strict else _Bounded)  # noqa: S506 (stricter than SafeLoader)
+            found = yaml.load(text, Loader=_StrictLoader if strict else _Bounded)  # noqa: S506 (stricter than SafeLoader)
         except Exception as error:  # noqa: BLE001 PyYAML raises whatever the constructor of a wrong value raises
             why: object = error
             if isinstance(error, LookupError | AttributeError):
@@ -267,7 +267,7 @@ class _Bounded(*_BASES):  # type: ignore[misc]
         return int(super().construct_yaml_int(node))
 
 
-class _Strict(_Bounded):
+class _StrictLoader(_Bounded):
     """The same without aliases, repeated keys, dates and the surprises of YAML 1.1."""
 
     aliases = False
@@ -286,11 +286,11 @@ class _Strict(_Bounded):
 
 _Bounded.add_constructor("tag:yaml.org,2002:int", _Bounded.construct_yaml_int)
 # Plain words mean what they look like: no base 60 (1:30), no octal (010), no yes/no, but 3e12 is a number.
-_Strict.yaml_implicit_resolvers = {}
+_StrictLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"^(?:null|~|)$", ["n", "~", ""]),
     ("bool", r"^(?:true|false)$", list("tf")),
     ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", list("-+0123456789")),
     ("float", r"^[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.inf|\.nan)$", list("-+0123456789.")),
 ):
-    _Strict.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+    _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)

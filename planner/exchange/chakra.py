@@ -136,7 +136,7 @@ def traces(found: SimulatedPlan, plan: Plan) -> Traces:
             f"schedule {schedule.name} runs two passes together, and a trace has one queue of kernels a rank; plan "
             "with another schedule, for example --pin schedule=1f1b"
         )
-    writer, ranks = _Writer(found, axes), tuple(plan.mesh.ranks())
+    writer, ranks = _TraceWriter(found, axes), tuple(plan.mesh.ranks())
     writer.write()
     count = len(ranks) * sum(map(len, writer.nodes))
     if count > MAX_NODES:
@@ -153,7 +153,7 @@ def traces(found: SimulatedPlan, plan: Plan) -> Traces:
     )
 
 
-class _Writer:
+class _TraceWriter:
     """Writes the nodes of each pipeline rank, in the order of the tasks of a simulated step.
 
     ``ends`` are the last node of each task on its own rank, ``arrivals`` the receives of each send on the other.

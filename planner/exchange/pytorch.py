@@ -82,7 +82,7 @@ def export_module(plan: Plan, graph: OperatorGraph, *, rounds: bool = False) -> 
             f"schedule=1f1b needs at least one micro-batch for each of the {plan.pipeline} stages, and the plan has "
             f"{plan.micro_batches}; plan with a smaller --pin micro_batch"
         )
-    text = "\n".join(_Writer(plan, _cut(plan, unfold(graph))).lines()) + "\n"
+    text = "\n".join(_FileWriter(plan, _cut(plan, unfold(graph))).lines()) + "\n"
     return Exported(config=config_of(plan, graph), written=Written(text=text), cannot_say=cannot_say)
 
 
@@ -336,7 +336,7 @@ def _plain_style(tensors: _Tensors, name: str, *, sequence: bool) -> tuple[str, 
 
 
 @dataclass(slots=True)
-class _Between:
+class _BetweenStages:
     """The modules between products that shard their results and those that sum them.
 
     Attributes
@@ -351,7 +351,7 @@ class _Between:
     starts: set[str] = field(default_factory=set)
 
 
-def _between(tensors: _Tensors, kinds: Mapping[str, str], names: Iterable[str]) -> _Between:
+def _between(tensors: _Tensors, kinds: Mapping[str, str], names: Iterable[str]) -> _BetweenStages:
     """Follow what is cut along heads or width inside layers.
 
     Raises
@@ -359,7 +359,7 @@ def _between(tensors: _Tensors, kinds: Mapping[str, str], names: Iterable[str]) 
     InputError
         What a product makes is gathered or cut otherwise before another one takes it, outside any module.
     """
-    found = _Between()
+    found = _BetweenStages()
     for name in names:
         ref = TensorRef(tensors.forward[name][-1], 0)
         last = len(tensors.graph.spec(ref).shape) - 1
@@ -401,7 +401,7 @@ def _followed(tensors: _Tensors, kinds: Mapping[str, str], start: TensorRef) -> 
     return plain, seen
 
 
-class _Writer:
+class _FileWriter:
     """Writes the file."""
 
     def __init__(self, plan: Plan, cut: _Cut) -> None:

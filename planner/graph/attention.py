@@ -59,7 +59,7 @@ def with_attention(graph: OperatorGraph, kind: str) -> OperatorGraph:
     """
     if check_attention(kind) not in WRITTEN_OUT:
         return graph
-    writer = _Writer(graph, kind=kind)
+    writer = _AttentionWriter(graph, kind=kind)
     for index in range(len(graph.nodes)):
         writer.copy(index)
     if not writer.parts:
@@ -78,7 +78,7 @@ class _Attention:
 
 
 @dataclass
-class _Writer(Rewriter):
+class _AttentionWriter(Rewriter):
     kind: str = ""
     parts: dict[int, _Attention] = field(default_factory=dict)
 

@@ -81,7 +81,7 @@ def chain(graph: OperatorGraph) -> Chain:
     hold others are cut further. A piece without a matrix product, convolution, attention or embedding stays with
     its neighbour. Where no cut is allowed the network is one unit.
     """
-    placed = _Placed(graph)
+    placed = _PlacedRow(graph)
     pieces = _pieces(placed, _segments(placed))
     units = tuple(_units(placed, pieces))
     boundaries = tuple(placed.boundary(piece.stop - 1) for piece in pieces[:-1])
@@ -99,7 +99,7 @@ class _Segment:
     repeated: bool = False
 
 
-class _Placed:
+class _PlacedRow:
     """The position of every node in the row of forward operators, and what crosses between positions."""
 
     def __init__(self, graph: OperatorGraph) -> None:
@@ -201,7 +201,7 @@ def _key(path: str, level: int) -> str:
     return ".".join(parts[: places[level - 1] + 1]) if len(places) >= level else ""
 
 
-def _segments(placed: _Placed) -> list[_Segment]:
+def _segments(placed: _PlacedRow) -> list[_Segment]:
     modules = [placed.graph.nodes[i].module for i in placed.order]
     keys = [_key(path, 1) for path in modules]
     if not any(keys):
@@ -231,7 +231,7 @@ def _grouped(keys: Sequence[str], offset: int) -> list[_Segment]:
     return found
 
 
-def _marked(placed: _Placed, segments: list[_Segment]) -> list[_Segment]:
+def _marked(placed: _PlacedRow, segments: list[_Segment]) -> list[_Segment]:
     """Mark the segments that equal a neighbour: blocks of a run."""
 
     def signature(segment: _Segment) -> tuple[object, ...]:
@@ -246,7 +246,7 @@ def _marked(placed: _Placed, segments: list[_Segment]) -> list[_Segment]:
     ]
 
 
-def _refined(placed: _Placed, modules: list[str], segments: list[_Segment], level: int) -> list[_Segment]:
+def _refined(placed: _PlacedRow, modules: list[str], segments: list[_Segment], level: int) -> list[_Segment]:
     """Cut the segments that only hold a row of blocks of their own."""
     if level > _LEVELS:
         return segments
@@ -262,7 +262,7 @@ def _refined(placed: _Placed, modules: list[str], segments: list[_Segment], leve
     return found
 
 
-def _pieces(placed: _Placed, segments: list[_Segment]) -> list[_Segment]:
+def _pieces(placed: _PlacedRow, segments: list[_Segment]) -> list[_Segment]:
     """Join segments between which no cut is allowed, then light ones with what is before them."""
 
     def light(piece: _Segment) -> bool:
@@ -286,7 +286,7 @@ def _pieces(placed: _Placed, segments: list[_Segment]) -> list[_Segment]:
     return found
 
 
-def _units(placed: _Placed, pieces: list[_Segment]) -> list[Unit]:
+def _units(placed: _PlacedRow, pieces: list[_Segment]) -> list[Unit]:
     graph = placed.graph
     unit_of = [number for number, piece in enumerate(pieces) for _ in range(piece.start, piece.stop)]
     members: list[list[int]] = [[] for _ in pieces]
@@ -314,7 +314,7 @@ def _first_name(graph: OperatorGraph, index: int) -> str:
     return node.module or node.name
 
 
-def _with_sources(placed: _Placed, own: list[int]) -> tuple[int, ...]:
+def _with_sources(placed: _PlacedRow, own: list[int]) -> tuple[int, ...]:
     """Add the parameters, inputs, constants, and what is computed of the latter, that nodes read."""
     found, queue = set(own), list(own)
     while queue:

@@ -17,7 +17,7 @@ Signature = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Nodes:
     """The nodes of one indexed module, forward and backward, in order."""
 
     prefix: str
@@ -75,7 +75,7 @@ def repeat(graph: OperatorGraph, count: int) -> OperatorGraph:
     return replace(folded, runs=(replace(run, count=count - run_start(folded, run)),))
 
 
-def _next_row(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[str, int]]) -> list[_Block] | None:
+def _next_row(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[str, int]]) -> list[_Nodes] | None:
     """The next row to fold: the longest of each list of blocks that has no run yet, as names tell runs apart."""
     folded = {run.prefix for run in graph.runs}
     rows = [row for row in _candidates(graph, level, minimum, tried) if row[0].prefix not in folded]
@@ -85,9 +85,9 @@ def _next_row(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[s
     return next((row for row in rows if len(row) == longest[row[0].prefix]), None)
 
 
-def _candidates(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[str, int]]) -> Iterator[list[_Block]]:
+def _candidates(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[str, int]]) -> Iterator[list[_Nodes]]:
     """Yield the longest rows of blocks with equal signatures that are not tried yet."""
-    row: list[_Block] = []
+    row: list[_Nodes] = []
     previous: tuple[Signature, ...] = ()
     for block in [*_blocks(graph, level), None]:
         signature = () if block is None else tuple(_signature(graph.nodes[i]) for i in block.nodes)
@@ -101,7 +101,7 @@ def _candidates(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple
         previous = signature
 
 
-def _blocks(graph: OperatorGraph, level: int) -> list[_Block]:
+def _blocks(graph: OperatorGraph, level: int) -> list[_Nodes]:
     """Group the nodes that no run holds yet by the module at the `level`-th index of their path."""
     held = {i for run in graph.runs for i in (*run.first, *run.second)}
     groups: dict[tuple[str, int], list[int]] = {}
@@ -111,7 +111,7 @@ def _blocks(graph: OperatorGraph, level: int) -> list[_Block]:
             groups.setdefault(key, []).append(i)
     order = {prefix: n for n, prefix in enumerate(dict.fromkeys(prefix for prefix, _ in groups))}
     keys = sorted(groups, key=lambda key: (order[key[0]], key[1]))
-    return [_Block(prefix, index, tuple(groups[prefix, index])) for prefix, index in keys]
+    return [_Nodes(prefix, index, tuple(groups[prefix, index])) for prefix, index in keys]
 
 
 def _indexed_module(path: str, level: int) -> tuple[str, int] | None:
@@ -142,7 +142,7 @@ def _shape_of(argument: Argument) -> object:
     return (type(argument), argument)
 
 
-def _fold_longest(graph: OperatorGraph, row: list[_Block], minimum: int) -> OperatorGraph | None:
+def _fold_longest(graph: OperatorGraph, row: list[_Nodes], minimum: int) -> OperatorGraph | None:
     """Fold the row, or the longest part of it that unfolds to the same graph."""
     for length in range(len(row), minimum - 1, -1):
         for start in range(len(row) - length + 1):
@@ -164,7 +164,7 @@ def _same(a: OperatorGraph, b: OperatorGraph) -> bool:
     )
 
 
-def _fold_row(graph: OperatorGraph, row: Sequence[_Block]) -> OperatorGraph | None:
+def _fold_row(graph: OperatorGraph, row: Sequence[_Nodes]) -> OperatorGraph | None:
     """Drop every block but the first two; the second takes over what the last refers to."""
     first, second, last = row[0], row[1], row[-1]
     before_last = row[-2]

@@ -41,7 +41,7 @@ def with_norms(graph: OperatorGraph, kind: str) -> OperatorGraph:
     """The graph, not folded, of a network whose root-mean-square norms run as said; as it is unless that is fused."""
     if check_norms(kind) != FUSED:
         return graph
-    writer = _Writer(graph, norms=tuple(norms_in(graph)))
+    writer = _NormWriter(graph, norms=tuple(norms_in(graph)))
     for index in range(len(graph.nodes)):
         writer.copy(index)
     return writer.finished()
@@ -152,7 +152,7 @@ def _leaves(graph: OperatorGraph, ref: TensorRef, inside: set[int]) -> bool:
 
 
 @dataclass
-class _Writer(Rewriter):
+class _NormWriter(Rewriter):
     norms: tuple[UnfusedNorm, ...] = ()
     left_out: set[TensorRef] = field(default_factory=set)
     """Gradients that another one has in it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from planner.graph.chain import Boundary, Chain, chain
 from planner.graph.folding import run_start, template_name, unfold
+from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import OperatorGraph, Run, TensorRef
 from planner.graph.scaling import at_batch
 from planner.lowering.groups import message_groups, trained_names
@@ -82,14 +83,14 @@ def _shortened(plan: Plan, graph: OperatorGraph) -> Representatives:
     groups = message_groups(asked, list(trained_names(graph))) if asked.fusion_places or asked.fusion_groups else {}
     if asked.layerwise:
         raise UnalikeError(f"{plan.network}: the context says of single layers what is sent")
-    deep = _deep(_Same(graph))
+    deep = _deep(graph)
     names = deep.names()
     modes, keeping, away = recompute_modes(plan, names), keeps_messages(plan, names), swaps(plan, names)
     treated = {name: (modes.get(name), name in keeping, away.get(name)) for name in (*modes, *away)}
     kinds = _Kinds(plan, graph, deep, treated, groups)
     kept = {run.prefix: kinds.kept(number) for number, run in enumerate(graph.runs)}
     short = replace(plan, layers=kinds.short_layers(kept))
-    unfolded, found = _shallow(_Same(graph), tuple(len(kept[run.prefix].layers) for run in graph.runs))
+    unfolded, found = _shallow(graph, tuple(len(kept[run.prefix].layers) for run in graph.runs))
     unfolded = at_batch(unfolded, plan.samples)
     of_unit = _of_unit(deep, kept)
     if max(of_unit) != len(found.units) - 1:
@@ -109,34 +110,26 @@ def _shortened(plan: Plan, graph: OperatorGraph) -> Representatives:
     return Representatives(source=source, chain=found, names=names, of_unit=of_unit)
 
 
-class _Same:
-    """A graph by identity: plans of one network share what is made of it."""
-
-    __slots__ = ("graph",)
-
-    def __init__(self, graph: OperatorGraph) -> None:
-        self.graph = graph
-
-    def __hash__(self) -> int:
-        return id(self.graph)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.graph is self.graph
+_DEEP: KeptByGraph[None, Chain] = KeptByGraph()
+_SHALLOW: KeptByGraph[tuple[int, ...], tuple[OperatorGraph, Chain]] = KeptByGraph()
 
 
-@lru_cache(maxsize=4)
-def _deep(network: _Same) -> Chain:
-    """The chain of the whole network."""
-    return chain(network.graph)
+def _deep(graph: OperatorGraph) -> Chain:
+    """The chain of the whole network, which all its plans share."""
+    made = _DEEP.of(graph)
+    if None not in made:
+        made[None] = chain(graph)
+    return made[None]
 
 
-@lru_cache(maxsize=8)
-def _shallow(network: _Same, counts: tuple[int, ...]) -> tuple[OperatorGraph, Chain]:
+def _shallow(graph: OperatorGraph, counts: tuple[int, ...]) -> tuple[OperatorGraph, Chain]:
     """The network with so many layers in its runs, unfolded; and its chain, which is the same at any batch."""
-    graph = network.graph
-    runs = tuple(replace(run, count=count) for run, count in zip(graph.runs, counts, strict=True))
-    unfolded = unfold(replace(graph, runs=runs))
-    return unfolded, chain(unfolded)
+    made = _SHALLOW.of(graph)
+    if counts not in made:
+        runs = tuple(replace(run, count=count) for run, count in zip(graph.runs, counts, strict=True))
+        unfolded = unfold(replace(graph, runs=runs))
+        made[counts] = unfolded, chain(unfolded)
+    return made[counts]
 
 
 class _Kinds:

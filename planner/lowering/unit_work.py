@@ -168,7 +168,7 @@ def _unit_work(
     weights = [draft for draft, leads_there in zip(halves, leads, strict=True) if not leads_there]
     fetches = {draft.writes[0].name: number for draft, number in zip(coming, work.add_all(coming), strict=True)}
     entries = frozenset(source.written_name(ref) for ref in given)
-    builder = _Builder(entries, gathered, names, shared, source, fetches)
+    builder = _OperatorBuilder(entries, gathered, names, shared, source, fetches)
     written = [*{id(draft): draft for draft in (*forward, *run, *halves)}.values()]
     numbers = dict(zip(map(id, written), work.add_all(written), strict=True))
     ends = [name for draft in drafts for name in (b.name for b in draft.writes) if name in names]
@@ -232,7 +232,7 @@ def _leads_to(drafts: Sequence[Draft], goal: str) -> list[bool]:
 
 
 @dataclass(frozen=True)
-class _Builder:
+class _OperatorBuilder:
     """Joins drafts to operators."""
 
     given: frozenset[str]

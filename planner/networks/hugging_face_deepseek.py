@@ -46,7 +46,7 @@ def check_deepseek(path: str, config: PreTrainedConfig) -> None:
             )
 
 
-class LatentAttention(nn.Module):
+class CapturedLatentAttention(nn.Module):
     """Attention whose queries, keys and values are made of narrow latent rows; positions have a part of their own.
 
     All heads share the part of the keys that is rotated. Parameters are those of transformers.

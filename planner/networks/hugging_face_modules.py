@@ -26,7 +26,7 @@ from planner.graph.masked_attention import masked_attention_operator, visible
 from planner.graph.tracing import unmaterialised
 from planner.networks.adapted_modules import adapt
 from planner.networks.adapters import Adapters
-from planner.networks.hugging_face_deepseek import GroupedRouter, LatentAttention, check_deepseek
+from planner.networks.hugging_face_deepseek import CapturedLatentAttention, GroupedRouter, check_deepseek
 from planner.networks.hugging_face_recurrences import fused_recurrences
 from planner.networks.inputs import InputSpec
 from planner.networks.losses import mean_alignment_loss, mean_cross_entropy
@@ -278,7 +278,7 @@ def _simplify(model: nn.Module, config: PreTrainedConfig, length: int) -> None:
             elif class_name in ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter"):
                 setattr(parent, name, GroupedRouter(child, config))
             elif class_name in ("DeepseekV2Attention", "DeepseekV3Attention"):
-                setattr(parent, name, LatentAttention(child, _attention))
+                setattr(parent, name, CapturedLatentAttention(child, _attention))
             elif class_name.endswith("Experts") and _is_plain_experts(child):
                 setattr(parent, name, SeparateExperts(child, length))
             elif class_name.endswith("Experts"):

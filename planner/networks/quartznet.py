@@ -46,7 +46,7 @@ class _Separable(nn.Module):
         return self.by_frame(self.by_channel(x, kept), kept[:, :, :: self.stride])  # type: ignore[no-any-return]
 
 
-class _Block(nn.Module):
+class _QuartzBlock(nn.Module):
     """Five separable convolutions beside one of single frames."""
 
     def __init__(self, channels: int, outputs: int, width: int) -> None:
@@ -70,7 +70,7 @@ class QuartzNet(nn.Module):
         self.first = _Separable(BANDS, 256, 33, stride=2)
         widths = [(channels, width) for channels, width in BLOCKS for _ in range(3)]
         inputs = [256, *(channels for channels, _ in widths)]
-        self.blocks = nn.ModuleList(_Block(n, *shape) for n, shape in zip(inputs, widths, strict=False))
+        self.blocks = nn.ModuleList(_QuartzBlock(n, *shape) for n, shape in zip(inputs, widths, strict=False))
         self.wide = _Separable(512, 512, 87, dilation=2)
         self.last = _Masked(nn.Conv1d(512, 1024, 1, bias=False), norm=True)
         self.letters = nn.Conv1d(1024, LETTERS, 1)

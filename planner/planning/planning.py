@@ -289,14 +289,14 @@ def _planned(
     )
 
 
-def _searched(setting: SearchSetting, patience: Patience, cores: int) -> _Search:
-    search = _Search(setting, patience, cores)
+def _searched(setting: SearchSetting, patience: Patience, cores: int) -> _Searches:
+    search = _Searches(setting, patience, cores)
     with search.opened:
         _run(search, setting, patience)
     return search
 
 
-def _run(search: _Search, setting: SearchSetting, patience: Patience) -> None:
+def _run(search: _Searches, setting: SearchSetting, patience: Patience) -> None:
     request, pins = setting.request, setting.pins
     wide = _searches_configurations(request, pins, setting.search)
     refusable = wide or _falls_back(request, pins)
@@ -323,7 +323,7 @@ def _run(search: _Search, setting: SearchSetting, patience: Patience) -> None:
             search.tell_sensitivity()
 
 
-class _Search:
+class _Searches:
     """The searches of one request: what each found, what of it was simulated, and the seconds of each phase."""
 
     def __init__(self, setting: SearchSetting, patience: Patience, cores: int) -> None:

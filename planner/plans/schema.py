@@ -35,11 +35,11 @@ CHOICES = {
 RuleTexts = dict[Text, list[Annotated[str, Field(max_length=65536)]]]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
 
-class NetworkModel(_Strict):
+class NetworkModel(_StrictModel):
     """Which network, as it was captured."""
 
     spec: Text
@@ -47,14 +47,14 @@ class NetworkModel(_Strict):
     sequence_length: Positive | None
 
 
-class HardwareModel(_Strict):
+class HardwareModel(_StrictModel):
     """Which profile the plan was made for."""
 
     profile: Text
     hash: Text
 
 
-class AxisModel(_Strict):
+class AxisModel(_StrictModel):
     """A mesh axis; an axis of one device is left out. Without strides the last axis has neighbouring ranks."""
 
     axis: Literal["data", "context", "expert", "tensor"]
@@ -62,7 +62,7 @@ class AxisModel(_Strict):
     stride: Annotated[int, Field(ge=1, le=2**20)] | None = None
 
 
-class PipelineModel(_Strict):
+class PipelineModel(_StrictModel):
     """Pipeline ranks, how far apart neighbours are (0 with one), and chunks a rank."""
 
     ranks: Annotated[int, Field(ge=1, le=2**20)]
@@ -70,7 +70,7 @@ class PipelineModel(_Strict):
     virtual: Annotated[int, Field(ge=1, le=2**20)]
 
 
-class BatchModel(_Strict):
+class BatchModel(_StrictModel):
     """Samples of a step, of a micro-batch on one data-parallel rank, and how many micro-batches."""
 
     global_: Positive = Field(alias="global")
@@ -78,7 +78,7 @@ class BatchModel(_Strict):
     micro_batches: Positive
 
 
-class StageModel(_Strict):
+class StageModel(_StrictModel):
     """A chunk of the network on a pipeline rank: all layers, or the units from first to last."""
 
     stage: Count
@@ -89,7 +89,7 @@ class StageModel(_Strict):
     last: Text | None = None
 
 
-class RecomputeRangeModel(_Strict):
+class RecomputeRangeModel(_StrictModel):
     """Units, from first to last, that compute again in the backward pass."""
 
     first: Text
@@ -98,14 +98,14 @@ class RecomputeRangeModel(_Strict):
     messages: bool = True
 
 
-class RecomputeModel(_Strict):
+class RecomputeModel(_StrictModel):
     """What is computed again in the backward pass."""
 
     mode: Recompute
     ranges: list[RecomputeRangeModel]
 
 
-class OffloadRangeModel(_Strict):
+class OffloadRangeModel(_StrictModel):
     """Units, from first to last, that have activations on the host from the forward to the backward pass."""
 
     first: Text
@@ -114,13 +114,13 @@ class OffloadRangeModel(_Strict):
     operators: list[Text] = Field(default_factory=list)
 
 
-class FusionModel(_Strict):
+class FusionModel(_StrictModel):
     """How many bytes of gradients travel as one message."""
 
     bucket_bytes: Count
 
 
-class ExchangeModel(_Strict):
+class ExchangeModel(_StrictModel):
     """What a context says of how tensors travel; `planner.plans.exchange.Exchange` has the meaning of the fields."""
 
     gradient_dtype: Literal["", "float32"] = ""
@@ -139,7 +139,7 @@ class ExchangeModel(_Strict):
     data: Literal["", "data_parallel", "full_batch"] | list[list[Positive]] = ""
 
 
-class CertificateModel(_Strict):
+class CertificateModel(_StrictModel):
     """What the search proved about the plan."""
 
     status: Literal["optimal", "bounded", "heuristic"]
@@ -155,7 +155,7 @@ class CertificateModel(_Strict):
     partitions: Count = 0
 
 
-class PredictionModel(_Strict):
+class PredictionModel(_StrictModel):
     """The prediction made when the plan was written, in the order of the file."""
 
     step_time_s: Seconds
@@ -178,14 +178,14 @@ class PredictionModel(_Strict):
     breakdown: dict[Text, Seconds]
 
 
-class PlacementsModel(_Strict):
+class PlacementsModel(_StrictModel):
     """Rules by node name, one line for each mesh axis."""
 
     parameters_and_inputs: RuleTexts
     operators: RuleTexts
 
 
-class LayersModel(_Strict):
+class LayersModel(_StrictModel):
     """Rules of the layers first to last (inclusive) of a run of equal blocks; block indices are written ``*``."""
 
     prefix: Annotated[str, Field(max_length=4096)]
@@ -194,7 +194,7 @@ class LayersModel(_Strict):
     placements: PlacementsModel
 
 
-class StrategyModel(_Strict):
+class StrategyModel(_StrictModel):
     """A whole strategy file."""
 
     format: Literal["meshwright-strategy"]

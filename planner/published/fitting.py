@@ -121,7 +121,7 @@ ATTENTION_PRIOR = Prior(centre=0.92, spread=0.06)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Slowed:
     """A kind of work whose time is made longer to see what plans owe to it.
 
     ``devices``, ``stacks`` and ``attention`` say whose coefficients are multiplied; ``matters`` for which runs.
@@ -154,24 +154,24 @@ def _in_half(run: TrainingRun) -> bool:
 
 
 WORK = (
-    Work(name="matmul", devices=("matmul",), matters=_of_words),
-    Work(name="low_precision", devices=("low_precision",), matters=lambda run: run.setup.precision in ("fp8", "fp4")),
-    Work(name="attention", devices=("attention",), matters=_of_words),
-    Work(name="memory", devices=("memory",), matters=_of_words),
-    Work(name="convolution", devices=("convolution",), matters=_of_images),
-    Work(name="image", devices=("image",), matters=_of_images),
-    Work(name="copies", stacks=("copies",), matters=lambda run: _of_images(run) and _in_half(run)),
-    Work(name="single_copies", stacks=("single_copies",), matters=lambda run: _of_images(run) and not _in_half(run)),
-    Work(name="inside", devices=("inside",), matters=lambda run: run.setup.devices > 1),
-    Work(name="outside", devices=("outside",), matters=lambda run: run.setup.devices > 1),
-    Work(name="launch", devices=("launch",)),
-    Work(name="optimizer", stacks=("optimizer",), matters=_of_words),
-    Work(name="step", stacks=("step_overhead_s",), matters=_of_words),
-    Work(name="micro_batch", stacks=("micro_batch_overhead_s",), matters=_of_words),
-    Work(name="pipeline_exposed", stacks=("pipeline_exposed",), matters=_pipelined),
-    Work(name="tensor_exposed", stacks=("tensor_exposed",), matters=lambda run: run.setup.tp > 1),
-    Work(name="context_exposed", stacks=("context_exposed",), matters=_has_experts),
-    Work(
+    Slowed(name="matmul", devices=("matmul",), matters=_of_words),
+    Slowed(name="low_precision", devices=("low_precision",), matters=lambda run: run.setup.precision in ("fp8", "fp4")),
+    Slowed(name="attention", devices=("attention",), matters=_of_words),
+    Slowed(name="memory", devices=("memory",), matters=_of_words),
+    Slowed(name="convolution", devices=("convolution",), matters=_of_images),
+    Slowed(name="image", devices=("image",), matters=_of_images),
+    Slowed(name="copies", stacks=("copies",), matters=lambda run: _of_images(run) and _in_half(run)),
+    Slowed(name="single_copies", stacks=("single_copies",), matters=lambda run: _of_images(run) and not _in_half(run)),
+    Slowed(name="inside", devices=("inside",), matters=lambda run: run.setup.devices > 1),
+    Slowed(name="outside", devices=("outside",), matters=lambda run: run.setup.devices > 1),
+    Slowed(name="launch", devices=("launch",)),
+    Slowed(name="optimizer", stacks=("optimizer",), matters=_of_words),
+    Slowed(name="step", stacks=("step_overhead_s",), matters=_of_words),
+    Slowed(name="micro_batch", stacks=("micro_batch_overhead_s",), matters=_of_words),
+    Slowed(name="pipeline_exposed", stacks=("pipeline_exposed",), matters=_pipelined),
+    Slowed(name="tensor_exposed", stacks=("tensor_exposed",), matters=lambda run: run.setup.tp > 1),
+    Slowed(name="context_exposed", stacks=("context_exposed",), matters=_has_experts),
+    Slowed(
         name="shard_apart", stacks=("shard_apart",),
         matters=lambda run: run.setup.optimizer_sharding is OptimizerSharding.ZERO3,
     ),
@@ -232,7 +232,7 @@ def _own(run: TrainingRun) -> dict[str, float]:
     return {name: run.hardware.training.get(name, 1.0) for name in DEVICE_PRIORS | IMAGE_DEVICE_PRIORS}
 
 
-def _slower(software: SoftwareFile, work: Work) -> SoftwareFile:
+def _slower(software: SoftwareFile, work: Slowed) -> SoftwareFile:
     found = software.coefficients
     changed = replace(
         found,

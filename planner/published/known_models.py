@@ -47,7 +47,7 @@ class KnownModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
+class _ModelFamily:
     """Networks whose names match; ``members`` by billions of parameters as names write them."""
 
     pattern: str
@@ -63,7 +63,7 @@ class _Family:
 
 
 @lru_cache(maxsize=1)
-def _read() -> tuple[dict[str, Traits], tuple[KnownModel, ...], tuple[_Family, ...]]:
+def _read() -> tuple[dict[str, Traits], tuple[KnownModel, ...], tuple[_ModelFamily, ...]]:
     """Traits by name, single networks and families of ``known_models.yaml``."""
     found: Any = yaml.safe_load((resources.files(__package__) / "known_models.yaml").read_text(encoding="utf-8"))
     traits = {name: Traits(**said) for name, said in found["traits"].items()}
@@ -81,7 +81,7 @@ def _read() -> tuple[dict[str, Traits], tuple[KnownModel, ...], tuple[_Family, .
     return (
         traits,
         tuple(KnownModel(**item) for item in made(found["single"])),
-        tuple(_Family(**item) for item in made(found["families"])),
+        tuple(_ModelFamily(**item) for item in made(found["families"])),
     )
 
 

@@ -107,7 +107,7 @@ def context_axis(graph: OperatorGraph, algorithm: Algorithm = "ring") -> Context
         raise UnsupportedError(
             f"network {graph.network!r} reads no token sequences of one length; leave the context axis out (cp=1)"
         )
-    return _Follower(graph, algorithm).axis()
+    return _SequenceFollower(graph, algorithm).axis()
 
 
 def positions_of(length: int, rank: int, size: int, *, causal: bool) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ def positions_of(length: int, rank: int, size: int, *, causal: bool) -> tuple[in
     return (*range(rank * part, (rank + 1) * part), *range(length - (rank + 1) * part, length - rank * part))
 
 
-class _Follower:
+class _SequenceFollower:
     """Finds rules node by node; ``placed`` holds the placement of every tensor so far."""
 
     def __init__(self, graph: OperatorGraph, algorithm: Algorithm) -> None:

@@ -221,7 +221,7 @@ def _attentions(attention: Operator) -> Iterator[KernelCase]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
+class _Cases:
     kernel: Kernel
     name: str
     operator: Operator
@@ -297,13 +297,13 @@ def _adam(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor) ->
 BATCH_NORMS = ((16, 4), (64, 8), (256, 2), (512, 1))
 """Channels, and side of the images of each."""
 FAMILIES = (
-    _Family(kernel=Kernel.ELEMENTWISE, name="add", operator=aten.add.Tensor, inputs=2, moved=3),
-    _Family(kernel=Kernel.ACCUMULATION, name="add in place", operator=aten.add_.Tensor, inputs=2, moved=3),
-    _Family(kernel=Kernel.ELEMENTWISE, name="scale", operator=aten.mul.Tensor, arguments=(0.5,)),
-    _Family(kernel=Kernel.ACTIVATION, name="relu", operator=aten.relu.default),
-    _Family(kernel=Kernel.TRANSCENDENTAL, name="gelu", operator=_gelu),
-    _Family(kernel=Kernel.TRANSCENDENTAL, name="silu", operator=aten.silu.default),
-    _Family(
+    _Cases(kernel=Kernel.ELEMENTWISE, name="add", operator=aten.add.Tensor, inputs=2, moved=3),
+    _Cases(kernel=Kernel.ACCUMULATION, name="add in place", operator=aten.add_.Tensor, inputs=2, moved=3),
+    _Cases(kernel=Kernel.ELEMENTWISE, name="scale", operator=aten.mul.Tensor, arguments=(0.5,)),
+    _Cases(kernel=Kernel.ACTIVATION, name="relu", operator=aten.relu.default),
+    _Cases(kernel=Kernel.TRANSCENDENTAL, name="gelu", operator=_gelu),
+    _Cases(kernel=Kernel.TRANSCENDENTAL, name="silu", operator=aten.silu.default),
+    _Cases(
         kernel=Kernel.ACTIVATION,
         name="relu backward",
         operator=aten.threshold_backward.default,
@@ -311,16 +311,16 @@ FAMILIES = (
         moved=3,
         arguments=(0,),
     ),
-    _Family(kernel=Kernel.TRANSCENDENTAL, name="gelu backward", operator=_gelu_backward, inputs=2, moved=3),
-    _Family(kernel=Kernel.SOFTMAX, name="softmax", operator=aten._softmax.default, arguments=(-1, False)),
-    _Family(kernel=Kernel.SOFTMAX, name="log softmax", operator=aten._log_softmax.default, arguments=(-1, False)),
-    _Family(
+    _Cases(kernel=Kernel.TRANSCENDENTAL, name="gelu backward", operator=_gelu_backward, inputs=2, moved=3),
+    _Cases(kernel=Kernel.SOFTMAX, name="softmax", operator=aten._softmax.default, arguments=(-1, False)),
+    _Cases(kernel=Kernel.SOFTMAX, name="log softmax", operator=aten._log_softmax.default, arguments=(-1, False)),
+    _Cases(
         kernel=Kernel.NORMALIZATION,
         name="layer norm",
         operator=aten.native_layer_norm.default,
         arguments=([ROW], None, None, 1e-5),
     ),
-    _Family(kernel=Kernel.NORMALIZATION, name="layer norm backward", operator=_layer_norm_backward, inputs=2, moved=3),
+    _Cases(kernel=Kernel.NORMALIZATION, name="layer norm backward", operator=_layer_norm_backward, inputs=2, moved=3),
     *(
         family
         for kernel, name, forward, backward, norms, most in (
@@ -343,7 +343,7 @@ FAMILIES = (
         )
         for channels, side in norms
         for family in (
-            _Family(
+            _Cases(
                 kernel=kernel,
                 name=f"{name} of {channels}",
                 operator=forward,
@@ -351,7 +351,7 @@ FAMILIES = (
                 least=channels * side**2,
                 most=most,
             ),
-            _Family(
+            _Cases(
                 kernel=kernel,
                 name=f"backward of {name} of {channels}",
                 operator=backward,
@@ -363,12 +363,12 @@ FAMILIES = (
             ),
         )
     ),
-    _Family(kernel=Kernel.REDUCTION, name="sum of rows", operator=aten.sum.dim_IntList, arguments=([0],), moved=1),
-    _Family(kernel=Kernel.REDUCTION, name="sum", operator=aten.sum.default, moved=1),
-    _Family(kernel=Kernel.COPY, name="clone", operator=aten.clone.default),
-    _Family(kernel=Kernel.COPY, name="concatenate", operator=_concatenate, inputs=2, moved=4),
-    _Family(kernel=Kernel.OPTIMIZER, name="adam", operator=_adam, inputs=4, moved=7),
-    _Family(kernel=Kernel.OPTIMIZER, name="sgd", operator=_sgd, inputs=2, moved=3),
+    _Cases(kernel=Kernel.REDUCTION, name="sum of rows", operator=aten.sum.dim_IntList, arguments=([0],), moved=1),
+    _Cases(kernel=Kernel.REDUCTION, name="sum", operator=aten.sum.default, moved=1),
+    _Cases(kernel=Kernel.COPY, name="clone", operator=aten.clone.default),
+    _Cases(kernel=Kernel.COPY, name="concatenate", operator=_concatenate, inputs=2, moved=4),
+    _Cases(kernel=Kernel.OPTIMIZER, name="adam", operator=_adam, inputs=4, moved=7),
+    _Cases(kernel=Kernel.OPTIMIZER, name="sgd", operator=_sgd, inputs=2, moved=3),
 )
 
 

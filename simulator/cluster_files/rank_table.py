@@ -148,7 +148,7 @@ class _Instance(_Part):
         return self
 
 
-class _Group(_Part):
+class _ServerGroup(_Part):
     device_num: _Number | None = None
     server_num: _Number | None = None
     instance_count: _Number | None = None
@@ -170,7 +170,7 @@ class _Group(_Part):
 class _GroupTable(_Part):
     chip_info: _Text = ""
     group_count: _Number | None = None
-    group_list: Annotated[list[_Group], Field(min_length=1, max_length=1)]
+    group_list: Annotated[list[_ServerGroup], Field(min_length=1, max_length=1)]
     status: Literal["completed"] = "completed"
 
     def table(self) -> RankTable:
@@ -249,7 +249,7 @@ class _NetLevel(_Part):
     rank_addr_list: Annotated[list[_Address], Field(max_length=1024)] = []
 
 
-class _Rank(_Part):
+class _RankEntry(_Part):
     rank_id: _Number
     local_id: _Number
     device_id: _Number
@@ -261,7 +261,7 @@ class _RankList(_Part):
 
     version: Literal["2.0"]
     rank_count: _Number | None = None
-    rank_list: Annotated[list[_Rank], Field(min_length=1, max_length=65536)]
+    rank_list: Annotated[list[_RankEntry], Field(min_length=1, max_length=65536)]
     status: Literal["completed"] = "completed"
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from planner.cost.memory.parameters import (
     stage_contents,
     stage_parameters,
 )
-from planner.cost.memory.states import States, accumulated_apart, shards, states_of, step_bytes
+from planner.cost.memory.states import RankStates, accumulated_apart, shards, states_of, step_bytes
 from planner.cost.memory_traits import (
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,
@@ -71,7 +71,7 @@ def _memory(run: TrainingRun, indices: Iterable[int]) -> MemoryEstimate:
     limit = run.hardware.device_memory_bytes
     if isinstance(run.network, LayeredNetwork):
         return MemoryEstimate(stages=(_layered(run.network, run.setup, run.hardware),), limit_bytes=limit)
-    rank, indices, setup = _Rank.of(run.network, run.setup, run.hardware), tuple(indices), run.setup
+    rank, indices, setup = _RunMemory.of(run.network, run.setup, run.hardware), tuple(indices), run.setup
     near = max(run.hardware.devices_per_node // (setup.tp * setup.cp * setup.dp), 1)
     return MemoryEstimate(
         stages=tuple(rank.stage(index) for index in indices),
@@ -84,13 +84,13 @@ def reserved_memory_bytes(run: TrainingRun) -> float:
     """Peak of the allocator, from the stages that can be the fullest: the scalar that decides whether a run fits."""
     if isinstance(run.network, LayeredNetwork):
         return _layered(run.network, run.setup, run.hardware).reserved_bytes
-    rank = _Rank.of(run.network, run.setup, run.hardware)
+    rank = _RunMemory.of(run.network, run.setup, run.hardware)
     stages = distinct_stages(run.network, run.setup)
     return max(rank.stage(index, first_step=False).reserved_bytes for index in stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
+class _RunMemory:
     """What all stages of a run have in common."""
 
     shape: TransformerShape
@@ -104,10 +104,10 @@ class _Rank:
     context: float
 
     @staticmethod
-    def of(shape: TransformerShape, setup: TrainingSetup, hardware: Hardware) -> _Rank:
+    def of(shape: TransformerShape, setup: TrainingSetup, hardware: Hardware) -> _RunMemory:
         traits = traits_of(setup.stack)
         dense, expert, encoder = _activations(shape, setup)
-        return _Rank(
+        return _RunMemory(
             shape=shape,
             setup=setup,
             traits=traits,
@@ -154,7 +154,7 @@ class _Rank:
         return _stage_memory(
             states,
             self.traits,
-            _Moment(
+            _MomentBytes(
                 activations=activations,
                 working=working,
                 gathered=gathered,
@@ -172,7 +172,7 @@ class _Rank:
             self.context,
         )
 
-    def _first_step(self, content: StageContent, states: States, moving: float, step: float) -> float:
+    def _first_step(self, content: StageContent, states: RankStates, moving: float, step: float) -> float:
         """Most bytes up to the end of the first step, with `moving` bytes that come and go in forward and backward.
 
         The moments are allocated by the update, when those have gone. It works with `step` bytes of gradients in
@@ -412,7 +412,7 @@ def _activations(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment:
+class _MomentBytes:
     """Bytes that come and go, at the fullest moment, and the libraries' workspaces.
 
     Of the gradients that come ``late``, those made on another stream than activations (``other_stream``) find no free
@@ -435,7 +435,7 @@ class _Moment:
 
 
 def _stage_memory(
-    states: States, traits: MemoryTraits, moment: _Moment, hardware: Hardware, context: float
+    states: RankStates, traits: MemoryTraits, moment: _MomentBytes, hardware: Hardware, context: float
 ) -> StageMemory:
     moving = moment.activations + moment.working + moment.gathered + moment.communication
     # States are allocated once, in large pieces: only what comes and goes leaves fragments.
@@ -490,7 +490,7 @@ def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) 
     return _stage_memory(
         states,
         traits,
-        _Moment(
+        _MomentBytes(
             activations=saved * setup.micro_batch * element,
             working=2 * widest * setup.micro_batch * element,
             gathered=casts,

@@ -22,7 +22,7 @@ _SHARDED_GRADIENTS = (OptimizerSharding.ZERO2, OptimizerSharding.ZERO3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class States:
+class RankStates:
     """Bytes of one rank, by what they are for."""
 
     parameters: float
@@ -42,7 +42,7 @@ def shards(setup: TrainingSetup) -> tuple[int, float]:
     return ranks, max(ranks * setup.tp / (setup.ep * setup.expert_tp), 1.0)
 
 
-def states_of(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTraits) -> tuple[States, float]:
+def states_of(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTraits) -> tuple[RankStates, float]:
     """Bytes of parameters, gradients and optimizer states, and how many parameters the rank updates.
 
     Sharding is that of Rajbhandari et al., "ZeRO" (arXiv:1910.02054).
@@ -71,7 +71,7 @@ def states_of(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTr
         reduced = 0.0  # each bucket goes to the host as soon as it is reduced (ZeRO-Offload, arXiv:2101.06840)
     if setup.offload_parameters and sharding is OptimizerSharding.ZERO3:
         held = 0.0
-    return States(
+    return RankStates(
         parameters=held * (trained * width + (1 - trained) * frozen),
         gradients=reduced * (4 if low == 4 else setup.gradient_bytes),
         master_weights=setup.master_weight_bytes * on_device if has_master else 0.0,

@@ -310,7 +310,7 @@ def find_undamaged(path: Path) -> tuple[Path, tuple[str, ...]]:
     raise InputError(f"--resume {path}: every checkpoint there is damaged ({damaged[0]}); resume from another folder")
 
 
-class _Reader(FileSystemReader):
+class _IndexedReader(FileSystemReader):
     """Reads with the index that was checked."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -360,7 +360,7 @@ def load_checkpoint(
                 steps[name].state[state] = _room(entry, parameter, places[name])
     pieces = state_pieces(parameters, steps, places)
     with _explained(f"checkpoint {path} cannot be read", "resume from another checkpoint"):
-        load(dict(pieces), storage_reader=_Reader(path), planner=_LoadPlanner(), process_group=group)
+        load(dict(pieces), storage_reader=_IndexedReader(path), planner=_LoadPlanner(), process_group=group)
 
 
 def _room(entry: TensorStorageMetadata, parameter: Tensor, place: Place) -> Tensor:

@@ -49,7 +49,7 @@ def monitored(logs: Path, ranks: int, monitor: Monitor | None) -> Iterator[None]
     if monitor is None:
         yield
         return
-    reader = _Reader(logs, ranks, monitor)
+    reader = _LogReader(logs, ranks, monitor)
     ended = threading.Event()
 
     def watch() -> None:
@@ -66,7 +66,7 @@ def monitored(logs: Path, ranks: int, monitor: Monitor | None) -> Iterator[None]
         reader.read()
 
 
-class _Reader:
+class _LogReader:
     """Lines of logs that have not been read yet."""
 
     def __init__(self, logs: Path, ranks: int, monitor: Monitor) -> None:

@@ -59,7 +59,7 @@ def run_rank(job: VirtualJob) -> MeasuredSteps:
     os.environ.update(CONNECT_LATE)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
-        rank = _Rank(job)
+        rank = _VirtualRank(job)
         message_s = rank.message_seconds()
         stretch = job.stretch or first_stretch(job, message_s)
         while job.stretch is None and 2 * stretch * job.step_s <= LONGEST_S and rank.is_delayed(stretch):
@@ -85,36 +85,36 @@ def first_stretch(job: VirtualJob, message_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _EndTime:
     """When something is over: by the machine's clock, and by one that stands still while the machine is late."""
 
     real: float
     own: float
 
-    def later(self, seconds: float) -> _Moment:
-        return _Moment(self.real + seconds, self.own + seconds)
+    def later(self, seconds: float) -> _EndTime:
+        return _EndTime(self.real + seconds, self.own + seconds)
 
-    def reached(self) -> _Moment:
+    def reached(self) -> _EndTime:
         """Sleep until it; where that has passed it is now."""
-        return _Moment(_sleep_until(self.real), self.own)
+        return _EndTime(_sleep_until(self.real), self.own)
 
     def stamp(self, times: int = 1) -> torch.Tensor:
         return torch.tensor([self.real, self.own] * times, dtype=torch.float64)
 
 
-NEVER = _Moment(0.0, 0.0)
+NEVER = _EndTime(0.0, 0.0)
 
 
-def _last(stamps: torch.Tensor) -> _Moment:
+def _last(stamps: torch.Tensor) -> _EndTime:
     real, own = stamps.view(-1, 2).amax(0).tolist()
-    return _Moment(real, own)
+    return _EndTime(real, own)
 
 
-def _latest(one: _Moment, other: _Moment) -> _Moment:
-    return _Moment(max(one.real, other.real), max(one.own, other.own))
+def _latest(one: _EndTime, other: _EndTime) -> _EndTime:
+    return _EndTime(max(one.real, other.real), max(one.own, other.own))
 
 
-class _Rank:
+class _VirtualRank:
     """A virtual device: until when its streams are busy."""
 
     def __init__(self, job: VirtualJob) -> None:
@@ -152,14 +152,14 @@ class _Rank:
         All ranks begin the first one together, and each goes on with the next where it has ended the one before.
         """
         begun = self._agreed(time.monotonic() + self.ahead_s)
-        moments = [_Moment(begun, begun)]
+        moments = [_EndTime(begun, begun)]
         for _ in range(count):
             moments.append(self._step(stretch, moments[-1]))
         return [(after.real - before.real, after.own - before.own) for before, after in pairwise(moments)]
 
-    def _step(self, stretch: float, busy: _Moment) -> _Moment:
+    def _step(self, stretch: float, busy: _EndTime) -> _EndTime:
         """Run one step of a rank that is busy until then; returns until when it is after it."""
-        links: dict[int, _Moment] = {}
+        links: dict[int, _EndTime] = {}
         under_way: dict[int, tuple[BeginMessage, dist.Work | None, torch.Tensor]] = {}
         posted: list[tuple[dist.Work | None, torch.Tensor]] = []
         for deed in self.script:
@@ -206,7 +206,7 @@ class _Rank:
         slow = self.job.slow and (ranks is None or any(rank in ranks for rank in members))
         return deed.slow_seconds if slow else deed.seconds
 
-    def _send(self, deed: BeginMessage, now: _Moment) -> tuple[dist.Work | None, torch.Tensor]:
+    def _send(self, deed: BeginMessage, now: _EndTime) -> tuple[dist.Work | None, torch.Tensor]:
         """Start the collective; moments at which ranks sent their parts come back, the last among them."""
         group, size = self.groups[deed.axis], len(self.members[deed.axis])
         mine = now.stamp()

@@ -75,7 +75,7 @@ Deed = Computation | BeginMessage | End | Post | Receive
 
 
 @dataclass(slots=True)
-class _Writer:
+class _DeedWriter:
     """Writes deeds; computation in a row becomes one."""
 
     overlaps: bool
@@ -174,7 +174,7 @@ def _both(plan: Plan, lowered: LoweredStages, tasks: Sequence[Task], hardware: H
 
 
 def _run(
-    writer: _Writer,
+    writer: _DeedWriter,
     lowered: LoweredStages,
     instructions: Sequence[Instruction],
     tasks: Sequence[Task],
@@ -201,7 +201,7 @@ def _rank_script(
     hardware: Hardware,
 ) -> list[Deed]:
     schedule = lowered.schedule
-    writer = _Writer(overlaps=hardware.overlaps_communication)
+    writer = _DeedWriter(overlaps=hardware.overlaps_communication)
     variants = action_variants(schedule)
     sends = [np.broadcast_to(np.asarray(one.costs.send_s), schedule.stages) for one in (timed, slow_timed)]
     blocking = not timed.costs.overlap_sends

@@ -28,7 +28,7 @@ SETTLED = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _CopyKind:
     """One kind of copy of some variables: how many there are, and its tables of one and of two variables."""
 
     group: int
@@ -71,7 +71,7 @@ class Dual:
             times.update(dict.fromkeys(scopes, block.count))
         return 1.0 + float(sum(n * self.cost[s][np.isfinite(self.cost[s])].max(initial=0.0) for s, n in times.items()))
 
-    def _kinds(self) -> list[_Kind]:
+    def _kinds(self) -> list[_CopyKind]:
         parts = self.model.layout
         places = self.places
         inside = {scope: number for number, scopes in enumerate(parts.in_block) for scope in scopes}
@@ -88,7 +88,7 @@ class Dual:
                 ahead = tuple(_ahead(use, inside, entrances, places) for use in double)
                 last = border and position == len(group.kinds) - 1
                 kinds.append(
-                    _Kind(
+                    _CopyKind(
                         group=number,
                         times=times,
                         single=tuple(use for use in uses if len(use.scope) == 1),
@@ -102,7 +102,7 @@ class Dual:
                 )
         return kinds
 
-    def _total(self, kind: _Kind) -> Table:
+    def _total(self, kind: _CopyKind) -> Table:
         total = np.zeros(len(self.model.states[self.groups[kind.group].variables[0]]))
         for use in kind.single:
             total = total + use.times * self.cost[use.scope]
@@ -163,7 +163,7 @@ class Dual:
         self.messages, self.bound = kept, best
         return best
 
-    def _floor(self, kind: _Kind) -> float:
+    def _floor(self, kind: _CopyKind) -> float:
         """What a variable and its tables add to the bound."""
         floor = float(self._total(kind).min())
         return floor + sum(use.times * float(self.left(use.scope).min()) for use in kind.double)

@@ -40,7 +40,7 @@ class GridKind:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Placed:
+class _PlacedWays:
     """Ways of one kind on the grid: the least place's bytes, places above it (ways,), and bytes beside them."""
 
     anchor: float
@@ -49,7 +49,7 @@ class _Placed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Step:
+class _CheapestWay:
     """The cheapest way (n,) between two states for so many places and such bytes beside them."""
 
     entry: IntArray
@@ -101,7 +101,7 @@ class ByteGrid:
         most = sum(int(placed.places.max()) * kind.count for placed, kind in zip(self.placed, kinds, strict=True))
         self.cells = int(min(self.free, most + sum(kind.count < LONG for kind in kinds) + 1)) + 1
         self.width = 1 + max(int(side.max(initial=0)) for kind in kinds for side in (kind.entry, kind.exit))
-        self.steps: dict[int, _Step] = {}
+        self.steps: dict[int, _CheapestWay] = {}
         self.tables: list[FloatArray] = []
         self.beside: list[FloatArray] = [np.zeros(1)]
 
@@ -156,7 +156,7 @@ class ByteGrid:
         return ways[::-1]
 
     def _before(
-        self, step: _Step, kind: int, unit: int, before: FloatArray, cost: FloatArray,
+        self, step: _CheapestWay, kind: int, unit: int, before: FloatArray, cost: FloatArray,
         place: tuple[int, int, int], goal: float,
     ) -> tuple[int, int, int, int]:  # fmt: skip
         state, number, cell = place
@@ -170,13 +170,13 @@ class ByteGrid:
                         return entry, source, left, way
         raise AssertionError("every entry of a table comes from one before")
 
-    def _step(self, kind: int, cost: FloatArray) -> _Step:
+    def _step(self, kind: int, cost: FloatArray) -> _CheapestWay:
         key = id(cost)
         if key not in self.steps:
             self.steps[key] = _cheapest(self.kinds[kind], self.placed[kind], cost)
         return self.steps[key]
 
-    def _classes(self, step: _Step, kind: int) -> list[list[tuple[int, int]]]:
+    def _classes(self, step: _CheapestWay, kind: int) -> list[list[tuple[int, int]]]:
         """For each way and each class before it the class behind it and how many places more; notes the classes."""
         old = self.beside[-1]
         sums = step.beside[:, None] + old[None, :]
@@ -184,7 +184,7 @@ class ByteGrid:
         self.beside.append(old if self.kinds[kind].count >= LONG else _classes_of(np.maximum(sums - over, 0.0)))
         return self._targets(step, kind, len(self.beside) - 2)
 
-    def _targets(self, step: _Step, kind: int, unit: int) -> list[list[tuple[int, int]]]:
+    def _targets(self, step: _CheapestWay, kind: int, unit: int) -> list[list[tuple[int, int]]]:
         if self.kinds[kind].count >= LONG:
             return [[(number, 0) for number in range(len(self.beside[unit]))]] * len(step.way)
         sums = step.beside[:, None] + self.beside[unit][None, :]
@@ -194,23 +194,23 @@ class ByteGrid:
         return [list(zip(*row, strict=True)) for row in rows]
 
 
-def _placed(kind: GridKind, spacing: float) -> _Placed:
+def _placed(kind: GridKind, spacing: float) -> _PlacedWays:
     """Round the bytes of ways down to places."""
     above = (kind.held - kind.held[kind.likely].min()) / spacing
     places = np.floor(above + _ROUNDING).astype(np.int64)
     low = int(places.min())
     anchor = float(kind.held[kind.likely].min()) + low * spacing
-    return _Placed(anchor, places - low, np.maximum(above - places, 0.0))
+    return _PlacedWays(anchor, places - low, np.maximum(above - places, 0.0))
 
 
-def _cheapest(kind: GridKind, placed: _Placed, cost: FloatArray) -> _Step:
+def _cheapest(kind: GridKind, placed: _PlacedWays, cost: FloatArray) -> _CheapestWay:
     """Of ways between the same states with as many places, and in single units as many bytes, the cheapest."""
     beside = np.zeros_like(placed.beside) if kind.count >= LONG else placed.beside
     order = np.lexsort((cost, beside, placed.places, kind.exit, kind.entry))
     keys = np.stack([kind.entry, kind.exit, placed.places, beside], axis=1)[order]
     first = np.concatenate([[True], np.any(keys[1:] != keys[:-1], axis=1)])
     rows = order[first & np.isfinite(cost[order])]
-    return _Step(kind.entry[rows], kind.exit[rows], placed.places[rows], beside[rows], rows)
+    return _CheapestWay(kind.entry[rows], kind.exit[rows], placed.places[rows], beside[rows], rows)
 
 
 def _classes_of(beside: FloatArray) -> FloatArray:

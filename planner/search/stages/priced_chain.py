@@ -64,7 +64,7 @@ class PricedChain:
         self.units = [kinds[number] for number in self.numbers.tolist()]
         self.room, self.binds = room, False
         self.width = 1 + max(int(side.max(initial=0)) for kind in kinds for side in (kind.entry, kind.exit))
-        self.between = [_Between.of(kind, self.width) for kind in kinds]
+        self.between = [_WaysBetween.of(kind, self.width) for kind in kinds]
         self.bound_s = np.inf
         most = np.array([kind.values[:, STANDING].max(initial=0.0) for kind in kinds])
         self.most_bytes = np.append(0.0, np.cumsum(most[self.numbers[::-1]]))[::-1]
@@ -336,7 +336,7 @@ class PricedChain:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Between:
+class _WaysBetween:
     """Ways of one kind in the order of their boundary states, where each pair of states begins, and its place."""
 
     order: IntArray
@@ -345,7 +345,7 @@ class _Between:
     width: int
 
     @classmethod
-    def of(cls, kind: PricedWays, width: int) -> _Between:
+    def of(cls, kind: PricedWays, width: int) -> _WaysBetween:
         """Sort the ways of a kind."""
         keys = kind.entry * width + kind.exit
         order = np.argsort(keys, kind="stable")

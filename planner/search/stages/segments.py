@@ -110,7 +110,7 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Length:
     starts: range
     length: int
     ways: Fragments
@@ -187,7 +187,7 @@ class Segments:
         alike = [rows.setdefault(row.tobytes(), len(rows)) for row in allowed]
         return allowed[[alike.index(row) for row in range(len(rows))]], [alike[places[key]] for key in keys]
 
-    def _fill_table(self, kinds: list[_Kind]) -> None:
+    def _fill_table(self, kinds: list[_Length]) -> None:
         self.groups: list[Group] = []
         tables, sends, size = [np.zeros((0, 7))], list[float](), 0
         for kind in kinds:
@@ -260,7 +260,7 @@ class Segments:
             return False
         return True
 
-    def _inside(self) -> Iterator[_Kind]:
+    def _inside(self) -> Iterator[_Length]:
         """Segments of one kind of unit."""
         for kind, count in enumerate(self.task.counts):
             for length in range(1, count + 1):
@@ -270,7 +270,7 @@ class Segments:
                 if rows := self._starts(starts, length):
                     yield from self._placed(rows, length, self._power(kind, length))
 
-    def _across(self) -> Iterator[_Kind]:
+    def _across(self) -> Iterator[_Length]:
         """Segments that begin in one kind of unit and end in a later one."""
         counts = self.task.counts
         for first in range(len(counts)):
@@ -286,7 +286,7 @@ class Segments:
                     inner = whole if inner is None else joined(inner, whole, self.width, self.criteria)
                 yield from self._between(first, last, inner, units, seconds)
 
-    def _between(self, first: int, last: int, inner: Fragments | None, units: int, seconds: float) -> Iterator[_Kind]:
+    def _between(self, first: int, last: int, inner: Fragments | None, units: int, seconds: float) -> Iterator[_Length]:
         for left in range(1, self.task.counts[first] + 1):
             spent = seconds + left * self.least[first]
             if not self._fits(units + left + 1, spent + self.least[last]):
@@ -314,14 +314,14 @@ class Segments:
             return [starts] if starts else []
         return [range(s, s + 1) for s in starts if s + length in self._ends.get(s, ())]
 
-    def _placed(self, rows: list[range], length: int, ways: Fragments) -> Iterator[_Kind]:
+    def _placed(self, rows: list[range], length: int, ways: Fragments) -> Iterator[_Length]:
         """Split where the message before the segment differs; there is none before the network."""
         if not len(ways):
             return
         for starts in rows:
             low, high = bisect_right(self._differs, starts.start), bisect_left(self._differs, starts.stop)
             for begin, end in pairwise([starts.start, *self._differs[low:high], starts.stop]):
-                yield _Kind(range(begin, end), length, ways, self.task.sends_s[begin - 1] if begin else np.zeros(0))
+                yield _Length(range(begin, end), length, ways, self.task.sends_s[begin - 1] if begin else np.zeros(0))
 
 
 def _chunk_ends(task: PartitionTask) -> dict[int, set[int]]:

@@ -59,7 +59,7 @@ def scaled(whole: FloatArray, growth: IntArray, ratio: FloatArray) -> FloatArray
 
 
 @dataclass(slots=True)
-class _Group:
+class _KernelRows:
     """Kernels of one class and dtype: rows, operations and their share, and for each port bytes and their share."""
 
     rows: list[IntArray] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Kernels:
     """Kernels of operators, a row for each state of each operator."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[Kernel, str, tuple[int, int, int] | None, int], _Group] = {}
+        self._groups: dict[tuple[Kernel, str, tuple[int, int, int] | None, int], _KernelRows] = {}
         self._before: list[tuple[IntArray, IntArray]] = []
         self._count = 0
 
@@ -109,7 +109,7 @@ class Kernels:
         """
         rows = np.arange(self._count, self._count + len(work))
         self._count += len(work)
-        group = self._groups.setdefault((*kind, shape.ports if shape else None, len(moved)), _Group())
+        group = self._groups.setdefault((*kind, shape.ports if shape else None, len(moved)), _KernelRows())
         group.rows.append(rows)
         group.work.add(*flops, work)
         if not group.ports:

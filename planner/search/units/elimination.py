@@ -38,7 +38,7 @@ class _Term:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Removal:
     variable: int
     scope: Scope
     terms: tuple[_Term, ...]
@@ -51,7 +51,7 @@ class Elimination:
     ``single`` have one state and take no step.
     """
 
-    steps: tuple[_Step, ...]
+    steps: tuple[_Removal, ...]
     rest: tuple[_Term, ...]
     single: tuple[int, ...]
     largest: int
@@ -61,7 +61,7 @@ class Elimination:
 
     def named(self, names: Sequence[int]) -> Elimination:
         """The same of variables with other numbers."""
-        steps = [_Step(names[s.variable], tuple([names[v] for v in s.scope]), s.terms) for s in self.steps]
+        steps = [_Removal(names[s.variable], tuple([names[v] for v in s.scope]), s.terms) for s in self.steps]
         return replace(self, steps=tuple(steps), single=tuple([names[v] for v in self.single]))
 
 
@@ -130,7 +130,7 @@ def _numbered(scopes: tuple[Scope, ...], sizes: tuple[int, ...], kept: Scope) ->
         scope = tuple(sorted(around[variable] - {variable}))
         full = (variable, *scope)
         steps.append(
-            _Step(variable, scope, _terms([(n, pool.pop(n)) for n in touching[variable] if n in pool], full, size))
+            _Removal(variable, scope, _terms([(n, pool.pop(n)) for n in touching[variable] if n in pool], full, size))
         )
         made = len(scopes) + len(steps) - 1
         pool[made] = scope

@@ -71,10 +71,10 @@ def flight_of(model: UnitModel) -> Flight:
     where they are stored, and copies in other placements only while an operator reads them. What only operators that
     run again read is released before any gradient.
     """
-    return _Follower(model).flight()
+    return _TransientFollower(model).flight()
 
 
-class _Follower:
+class _TransientFollower:
     def __init__(self, model: UnitModel) -> None:
         self.model, self.graph = model, model.graph
         self.members = {*model.variables, *model.shared, *(v for v in (model.entry, model.exit) if v is not None)}

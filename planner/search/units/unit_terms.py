@@ -65,10 +65,10 @@ class UnitTerms:
 
 def unit_terms(model: UnitModel, ledger: AmountLedger, *, decided: bool = True) -> UnitTerms:
     """Take down what the parts of one unit are made of; unless `decided`, without what only single states make up."""
-    return _Builder(model, ledger, decided=decided).build()
+    return _TermBuilder(model, ledger, decided=decided).build()
 
 
-class _Builder:
+class _TermBuilder:
     def __init__(self, model: UnitModel, ledger: AmountLedger, *, decided: bool) -> None:
         self.model, self.ledger, self.decided = model, ledger, decided
         self.parts: Parts = ledger.parts

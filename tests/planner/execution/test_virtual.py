@@ -158,11 +158,11 @@ def test_steps_of_ranks_that_end_one_after_the_other_follow_at_the_period(monkey
     )  # fmt: skip
     box, begun = Mailbox(), time.monotonic()
     monkeypatch.setattr(ranks, "dist", box)
-    monkeypatch.setattr(ranks._Rank, "_agreed", lambda *_: begun)
+    monkeypatch.setattr(ranks._VirtualRank, "_agreed", lambda *_: begun)
 
     def run(rank):
         box.mine.rank = rank
-        return [own for _, own in ranks._Rank(job).steps(1.0, job.steps)]
+        return [own for _, own in ranks._VirtualRank(job).steps(1.0, job.steps)]
 
     with ThreadPoolExecutor(2) as threads:
         steps = np.max(list(threads.map(run, range(2))), axis=0)
