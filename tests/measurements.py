@@ -1,9 +1,14 @@
-"""Measurement files made for tests."""
+"""Measurement files made for tests, and published ones where they lie beside the repository."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
+
+import pytest
+
+PUBLISHED = Path(__file__).parents[1] / "../shared/measurements"
+needs_published = pytest.mark.skipif(not PUBLISHED.is_dir(), reason="no published measurements beside the repository")
 
 COLUMNS = [
     "row_id", "source", "source_table", "measured_date", "model", "arch", "n_layers", "hidden", "n_heads",

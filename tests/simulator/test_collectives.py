@@ -21,8 +21,8 @@ from simulator.hardware import CollectiveTable, Hardware, Level
 from simulator.profiles import load_profile, profile_names, write_profile
 from simulator.program import Collective
 from simulator.topology import GroupShape, group_shape
+from tests.measurements import PUBLISHED, needs_published
 
-MEASUREMENTS = Path(__file__).parents[2] / "../shared/measurements/operators/F2_collectives_aiconfigurator_vidur.csv"
 profile = cache(load_profile)
 A0, B0, A1, B1 = 1e-6, 100e9, 5e-6, 10e9
 
@@ -194,7 +194,7 @@ def test_tables_are_monotone(size: int, payload: float, more: float) -> None:
     assert 0 < less <= collective_time(hardware, Collective.ALL_REDUCE, payload + more, group) * (1 + 1e-12)
 
 
-@pytest.mark.skipif(not MEASUREMENTS.exists(), reason="published measurements are not beside the repository")
+@needs_published
 @pytest.mark.parametrize(
     ("name", "accelerator"),
     [
@@ -208,7 +208,7 @@ def test_tables_are_monotone(size: int, payload: float, more: float) -> None:
 )
 def test_published_all_reduces_are_met(name: str, accelerator: str) -> None:
     """The median relative error of NCCL all-reduces of 512 bytes to 1 GB in a node stays under 15 %."""
-    rows = pd.read_csv(MEASUREMENTS, low_memory=False)
+    rows = pd.read_csv(PUBLISHED / "operators/F2_collectives_aiconfigurator_vidur.csv", low_memory=False)
     rows = rows[(rows.accelerator == accelerator) & (rows.collective == "all_reduce")]
     hardware = profile(name)
     predicted = [

@@ -25,11 +25,8 @@ from simulator.kernels import matmul_time
 from simulator.profile_file import parse_profile
 from simulator.profiles import load_profile, profile_names
 from simulator.program import Kernel
+from tests.measurements import PUBLISHED, needs_published
 
-MEASUREMENTS = Path(__file__).parents[2] / "../shared/measurements"
-with_measurements = pytest.mark.skipif(
-    not MEASUREMENTS.exists(), reason="published measurements are not beside the repository"
-)
 GEMM = "accelerator,op,dtype,m,n,k,batch,seq_len,n_heads,n_kv_heads,head_dim,time_ms\n"
 
 
@@ -45,10 +42,10 @@ def numbers(text: str) -> object:
 
 
 @pytest.mark.slow
-@with_measurements
+@needs_published
 @pytest.mark.parametrize("name", fitted_profiles())
 def test_shipped_profiles_hold_what_the_fits_give(name: str) -> None:
-    fit = fit_profile(MEASUREMENTS, name)
+    fit = fit_profile(PUBLISHED, name)
     shipped = (shipped_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     hardware = parse_profile(fit.text.encode(), name)
     for kernel in Kernel:
@@ -60,10 +57,10 @@ def test_shipped_profiles_hold_what_the_fits_give(name: str) -> None:
 
 
 @pytest.mark.slow
-@with_measurements
+@needs_published
 def test_products_meet_their_rows() -> None:
     for name in fitted_profiles():
-        for fit in fit_profile(MEASUREMENTS, name).fits:
+        for fit in fit_profile(PUBLISHED, name).fits:
             if fit.name.startswith("matmul "):
                 median, tail = fit.errors
                 # Cards without the cooling of a server throttle: their rows scatter more.
@@ -71,13 +68,13 @@ def test_products_meet_their_rows() -> None:
                 assert tail < (0.25 if name == "l40s" else 0.21), (name, fit.name)
 
 
-@with_measurements
+@needs_published
 def test_fitted_fields_name_their_rows_and_what_they_are_taken_from() -> None:
-    fields = fit_operators(MEASUREMENTS, "dgx-a100-40g")
+    fields = fit_operators(PUBLISHED, "dgx-a100-40g")
     source = str(fields["operators.matmul.bfloat16"]["source"])
     assert source.startswith("assumed: as for dgx-a100, no rows on this device; there ")
     assert "294 rows" in source
-    own = fit_operators(MEASUREMENTS, "dgx-a100")["operators.matmul.bfloat16"]
+    own = fit_operators(PUBLISHED, "dgx-a100")["operators.matmul.bfloat16"]
     assert str(own["source"]).startswith("fitted: meshwright calibrate --from-measurements, matmul bfloat16: 294 rows")
     assert own["utilisation"] == fields["operators.matmul.bfloat16"]["utilisation"]
 
@@ -187,9 +184,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@with_measurements
+@needs_published
 def test_the_command_writes_profiles(tmp_path: Path) -> None:
-    arguments = ["calibrate", "--from-measurements", str(MEASUREMENTS), "--hw", "dgx1-v100", "--out", str(tmp_path)]
+    arguments = ["calibrate", "--from-measurements", str(PUBLISHED), "--hw", "dgx1-v100", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, "--json"], prog_name="meshwright")
     assert result.exit_code == 0
     (entry,) = json.loads(result.stdout)["profiles"]

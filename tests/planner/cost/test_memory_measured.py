@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,17 +10,14 @@ import pytest
 from planner.cost.memory.device import training_memory
 from planner.published.memory_kinds import figure_of
 from planner.published.reading import read_measurements
+from tests.measurements import PUBLISHED, needs_published
 
-MEASUREMENTS = Path(__file__).parents[4] / "../shared/measurements"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not MEASUREMENTS.is_dir(), reason="published measurements are not beside the repository"),
-]
+pytestmark = [pytest.mark.slow, needs_published]
 
 
 def errors(file: str) -> np.ndarray:
     """Relative errors of all rows with a run and a measured memory."""
-    rows = [row for row in read_measurements(MEASUREMENTS / file) if row.run and not math.isnan(row.memory_gib)]
+    rows = [row for row in read_measurements(PUBLISHED / file) if row.run and not math.isnan(row.memory_gib)]
     return np.array(
         [
             training_memory(row.run).figures()[figure_of(row.memory_kind)] / 2**30 / row.memory_gib - 1
@@ -49,7 +45,7 @@ def test_the_error_stays_where_it_was(file: str, median: float, bias: float) -> 
 
 
 def test_runs_that_went_out_of_memory_are_found() -> None:
-    rows = [row for row in read_measurements(MEASUREMENTS / "J_parallel_layouts_hagemann_a100.csv") if row.run]
+    rows = [row for row in read_measurements(PUBLISHED / "J_parallel_layouts_hagemann_a100.csv") if row.run]
     out = np.array([row.outcome == "oom" for row in rows])
     predicted = np.array([not training_memory(row.run).fits for row in rows if row.run])
     assert len(rows) > 600

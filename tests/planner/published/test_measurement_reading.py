@@ -22,9 +22,7 @@ from planner.published.measurement_file import FileRow
 from planner.published.reading import MeasuredRow, measured_row, read_measurements
 from simulator.errors import InputError
 from simulator.profiles import load_profile
-from tests.measurements import COLUMNS, PLAIN, write_measurements
-
-MEASUREMENTS = Path(__file__).parents[3] / "../shared/measurements"
+from tests.measurements import COLUMNS, PLAIN, PUBLISHED, needs_published, write_measurements
 
 
 def read_one(tmp_path: Path, **changes: str) -> MeasuredRow:
@@ -377,10 +375,10 @@ def test_a_presumed_accelerator_is_a_missing_fact_unless_the_name_states_it(tmp_
         assert "Ascend 910B" in run_of(tmp_path, **{**row, **change}).hardware.device_name
 
 
-@pytest.mark.skipif(not MEASUREMENTS.is_dir(), reason="the published measurements are not beside the repository")
+@needs_published
 def test_most_published_transformer_rows_are_read() -> None:
     total = read = 0
-    for path in sorted(MEASUREMENTS.glob("*.csv")):
+    for path in sorted(PUBLISHED.glob("*.csv")):
         if path.name[0] in "ABCDEJMN" and not path.name.startswith("E2"):
             rows = read_measurements(path)
             assert not any(row.fault for row in rows if row.run is not None)

@@ -34,9 +34,8 @@ from planner.published.reading import MeasuredRow, read_measurements
 from simulator.calibration import process
 from simulator.errors import InputError, MeshwrightError
 from simulator.profiles import load_profile
-from tests.measurements import write_measurements
+from tests.measurements import PUBLISHED, needs_published, write_measurements
 
-MEASUREMENTS = Path(__file__).parents[3] / "../shared/measurements"
 PIPELINE = {"n_layers": "6", "hidden": "256", "n_heads": "4", "vocab": "1000", "seq_len": "128", "tp": "1", "pp": "2"}
 
 
@@ -323,10 +322,10 @@ DRAWN = 10
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MEASUREMENTS.is_dir(), reason="no measurements beside the repository")
+@needs_published
 def test_commands_of_published_rows_give_their_predictions(tmp_path: Path) -> None:
     """Rows drawn from all files; all 200 that are wanted take longer than the suite may."""
-    rows = [row for path in sorted(MEASUREMENTS.glob("*.csv")) for row in read_measurements(path) if row.run]
+    rows = [row for path in sorted(PUBLISHED.glob("*.csv")) for row in read_measurements(path) if row.run]
     drawn = random.Random(0).sample(rows, DRAWN)
     outcomes = predict_planned([row.run for row in drawn if row.run])
     lines = csv.DictReader(command_lines(drawn, outcomes, tmp_path / "commands.csv"))
