@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import fx
+    from torch import Tensor, fx
 
 OLDEST = (2, 9)
 NEWEST_TRIED = (2, 15)
@@ -46,6 +47,27 @@ def untried_torch() -> tuple[str, ...]:
     )
 
 
+def has_own_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor shares the memory of one.
+
+    Torch counts the owners of a memory. From 2.13 on the handle that asks is one of them, before it is not.
+    """
+    return _owners(tensor) == _owners_of_one()
+
+
+def _owners(tensor: Tensor) -> int:
+    import torch
+
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@lru_cache(maxsize=1)
+def _owners_of_one() -> int:
+    import torch
+
+    return _owners(torch.empty(1))
+
+
 @contextmanager
 def whole_silu_gradients() -> Iterator[None]:
     """Let a traced step hold the gradient of SiLU as one operator.
@@ -63,6 +85,23 @@ def whole_silu_gradients() -> Iterator[None]:
     finally:
         kernels.clear()
         kernels.update(before)
+
+
+@lru_cache(maxsize=1)
+def shapes_of_weight_norm_gradients() -> None:
+    """Let the gradients of a weight norm be traced; torch 2.9 cannot tell their shapes without computing them."""
+    import torch
+
+    operator = "_weight_norm_interface_backward"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "Meta"):
+        return
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl(operator, lambda _, v, g, *__: (torch.empty_like(v), torch.empty_like(g)), "Meta")  # type: ignore[no-untyped-call]
+    _LIBRARIES.append(library)
+
+
+_LIBRARIES: list[object] = []
+"""What torch forgets once nobody holds it."""
 
 
 def zeros_beside_source(graph: fx.Graph) -> None:

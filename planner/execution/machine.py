@@ -34,6 +34,7 @@ from planner.lowering.instructions import (
 from planner.sharding.local_call import Moment
 from planner.sharding.local_context import own_part
 from planner.sharding.local_operator import LocalOperator, Peers, prepare
+from simulator.torch_versions import has_own_memory
 
 Action = Callable[[], None]
 RUN, START, FINISH = range(3)
@@ -357,7 +358,7 @@ class Machine:
             else:
                 # In place only where no other value shares the memory: a gradient may be a view of one.
                 held = self.value(target)
-                slots[target] = held.add_(value) if _has_own_memory(held) else torch.add(held, value)
+                slots[target] = held.add_(value) if has_own_memory(held) else torch.add(held, value)
             for slot in freed:
                 slots[slot] = None
 
@@ -429,12 +430,6 @@ class Machine:
         step = self._updates[parameter]
         assert isinstance(step, SummedStep)  # lowering begins updates of no other optimizer
         return step
-
-
-def _has_own_memory(tensor: Tensor) -> bool:
-    """Whether no other tensor shares the memory of one: its owners are the tensor and the handle that asks."""
-    owners: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return owners == 2
 
 
 def _wait(under_way: list[_Open], touched: set[int], written: set[int], actions: list[Action]) -> list[_Open]:

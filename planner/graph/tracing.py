@@ -21,7 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from planner.graph.capture_errors import capture_error, user_source
 from planner.graph.dropout import dropout_operator
 from simulator.errors import NetworkError
-from simulator.torch_versions import untried_torch, whole_silu_gradients, zeros_beside_source
+from simulator.torch_versions import (
+    shapes_of_weight_norm_gradients,
+    untried_torch,
+    whole_silu_gradients,
+    zeros_beside_source,
+)
 
 Module = TypeVar("Module", bound=nn.Module)
 MOST_PARAMETERS = 10_000
@@ -89,6 +94,7 @@ def trace(
                 "its forward pass must return one scalar, the mean loss"
             )
         notes += _prepare(forward)
+        shapes_of_weight_norm_gradients()
         try:
             with ExitStack() as stack, whole_silu_gradients():
                 joint = aot_export_joint_with_descriptors(stack, forward, example).graph_module

@@ -62,7 +62,8 @@ def _with_header(path: Path, size: int, start: bytes) -> Tokens:
     version, count = int.from_bytes(start[4:8], "little"), int.from_bytes(start[8:12], "little")
     if version != HEADER_VERSION:
         raise InputError(
-            f"token file {path} has version {version} at byte 4, and only version {HEADER_VERSION} is read; write it in that one"
+            f"token file {path} has version {version} at byte 4, and only version {HEADER_VERSION} is read; write it "
+            "in that one"
         )
     expected = HEADER_BYTES + count * RAW.itemsize
     if size != expected:

@@ -11,6 +11,7 @@ from torch import Tensor
 from planner.graph.operator_graph import Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.sharding.local_call import operator
 from simulator.program import Kernel, Phase
+from simulator.torch_versions import shapes_of_weight_norm_gradients
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def one_node(op: str, *args: Any, batch_output: int | None = None, **kwargs: Any
 
     arguments = tuple(record(value) for value in args)
     keywords = tuple((name, record(value)) for name, value in kwargs.items())
+    shapes_of_weight_norm_gradients()
     result = operator(op)(*map(_meta, args), **{name: _meta(value) for name, value in kwargs.items()})
     results = (result,) if isinstance(result, Tensor) else tuple(result)
     nodes.append(_node("node", op, Role.OPERATOR, arguments, keywords, tuple(_spec(r, batch_output) for r in results)))
