@@ -213,7 +213,7 @@ class TestTokenFiles:
         content = bytearray(path.read_bytes())
         content[4] = 9
         path.write_bytes(content)
-        with pytest.raises(InputError, match="version 9 at byte 4, version 1 is read"):
+        with pytest.raises(InputError, match="version 9 at byte 4, and only version 1 is read"):
             read_tokens(path)
 
     def test_no_numbers_of_tokens(self, tmp_path):
