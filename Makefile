@@ -39,6 +39,8 @@ $(INSTALLED): pyproject.toml requirements.lock | $(BIN)/python
 demo: $(INSTALLED)
 	$(BIN)/python -m reports.demo --out reports/out/demo.html
 
+# Each test process computes on one core; threads of torch would wait for each other.
+test: export OMP_NUM_THREADS ?= 1
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(JOBS) --benchmark-disable
 
