@@ -88,20 +88,19 @@ def whole_silu_gradients() -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def shapes_of_weight_norm_gradients() -> None:
-    """Let the gradients of a weight norm be traced; torch 2.9 cannot tell their shapes without computing them."""
+def shapes_of_weight_norm_gradients() -> object:
+    """Let the gradients of a weight norm be traced; torch 2.9 cannot tell their shapes without computing them.
+
+    Returns what torch needs to be kept for that; the cache keeps it.
+    """
     import torch
 
     operator = "_weight_norm_interface_backward"
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "Meta"):
-        return
+        return None
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl(operator, lambda _, v, g, *__: (torch.empty_like(v), torch.empty_like(g)), "Meta")  # type: ignore[no-untyped-call]
-    _LIBRARIES.append(library)
-
-
-_LIBRARIES: list[object] = []
-"""What torch forgets once nobody holds it."""
+    return library
 
 
 def zeros_beside_source(graph: fx.Graph) -> None:

@@ -336,7 +336,7 @@ def _plain_style(tensors: _Tensors, name: str, *, sequence: bool) -> tuple[str, 
 
 
 @dataclass(slots=True)
-class _BetweenStages:
+class _BetweenProducts:
     """The modules between products that shard their results and those that sum them.
 
     Attributes
@@ -351,7 +351,7 @@ class _BetweenStages:
     starts: set[str] = field(default_factory=set)
 
 
-def _between(tensors: _Tensors, kinds: Mapping[str, str], names: Iterable[str]) -> _BetweenStages:
+def _between(tensors: _Tensors, kinds: Mapping[str, str], names: Iterable[str]) -> _BetweenProducts:
     """Follow what is cut along heads or width inside layers.
 
     Raises
@@ -359,7 +359,7 @@ def _between(tensors: _Tensors, kinds: Mapping[str, str], names: Iterable[str]) 
     InputError
         What a product makes is gathered or cut otherwise before another one takes it, outside any module.
     """
-    found = _BetweenStages()
+    found = _BetweenProducts()
     for name in names:
         ref = TensorRef(tensors.forward[name][-1], 0)
         last = len(tensors.graph.spec(ref).shape) - 1

@@ -29,12 +29,12 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._recorded = 0
+        self._allocated_before = 0
         if device.type == "cpu":
             return_free_memory()  # blocks freed before would hide new ones
-        self._resident_before = status("VmRSS")
-        self._allocated_before = 0
-        if device.type != "cpu":
+        else:
             self._allocated_before = int(getattr(torch, device.type).memory_allocated(device))
+        self._resident_before = status("VmRSS")
 
     def restart(self) -> None:
         """Forget the peak so far, but not the start: what was built and thrown away does not count."""

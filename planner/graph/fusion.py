@@ -114,10 +114,7 @@ def with_imbalance(graph: OperatorGraph, imbalance: float) -> OperatorGraph:
     """The graph of a rank whose experts get so many times an even share of the tokens, made once."""
     if imbalance == 1.0:
         return graph
-    made = _BUSIEST.of(graph)
-    if imbalance not in made:
-        made[imbalance] = _imbalanced(graph, imbalance)
-    return made[imbalance]
+    return _BUSIEST.once(graph, imbalance, lambda: _imbalanced(graph, imbalance))
 
 
 _BUSIEST = KeptByGraph[float, OperatorGraph]()

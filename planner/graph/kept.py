@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 from weakref import finalize
 
@@ -25,3 +26,10 @@ class KeptByGraph(Generic[Key, Made]):
             made = self._made[key] = {}
             finalize(graph, self._made.pop, key, None)
         return made
+
+    def once(self, graph: OperatorGraph, key: Key, make: Callable[[], Made]) -> Made:
+        """What was made of one graph by this key, made now if it was not yet."""
+        made = self.of(graph)
+        if key not in made:
+            made[key] = make()
+        return made[key]

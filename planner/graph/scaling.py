@@ -30,10 +30,7 @@ def at_batch(graph: OperatorGraph, batch: int) -> OperatorGraph:
         raise InputError(f"batch size {batch} is not positive; give a whole number of samples")
     if batch == graph.batch_size:
         return graph
-    made = _SCALED.of(graph)
-    if batch not in made:
-        made[batch] = _scaled(graph, batch)
-    return made[batch]
+    return _SCALED.once(graph, batch, lambda: _scaled(graph, batch))
 
 
 _SCALED = KeptByGraph[int, OperatorGraph]()

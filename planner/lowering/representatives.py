@@ -83,14 +83,15 @@ def _shortened(plan: Plan, graph: OperatorGraph) -> Representatives:
     groups = message_groups(asked, list(trained_names(graph))) if asked.fusion_places or asked.fusion_groups else {}
     if asked.layerwise:
         raise UnalikeError(f"{plan.network}: the context says of single layers what is sent")
-    deep = _deep(graph)
+    deep = _DEEP.once(graph, None, lambda: chain(graph))
     names = deep.names()
     modes, keeping, away = recompute_modes(plan, names), keeps_messages(plan, names), swaps(plan, names)
     treated = {name: (modes.get(name), name in keeping, away.get(name)) for name in (*modes, *away)}
     kinds = _Kinds(plan, graph, deep, treated, groups)
     kept = {run.prefix: kinds.kept(number) for number, run in enumerate(graph.runs)}
     short = replace(plan, layers=kinds.short_layers(kept))
-    unfolded, found = _shallow(graph, tuple(len(kept[run.prefix].layers) for run in graph.runs))
+    counts = tuple(len(kept[run.prefix].layers) for run in graph.runs)
+    unfolded, found = _SHALLOW.once(graph, counts, lambda: _shallow(graph, counts))
     unfolded = at_batch(unfolded, plan.samples)
     of_unit = _of_unit(deep, kept)
     if max(of_unit) != len(found.units) - 1:
@@ -114,22 +115,11 @@ _DEEP: KeptByGraph[None, Chain] = KeptByGraph()
 _SHALLOW: KeptByGraph[tuple[int, ...], tuple[OperatorGraph, Chain]] = KeptByGraph()
 
 
-def _deep(graph: OperatorGraph) -> Chain:
-    """The chain of the whole network, which all its plans share."""
-    made = _DEEP.of(graph)
-    if None not in made:
-        made[None] = chain(graph)
-    return made[None]
-
-
 def _shallow(graph: OperatorGraph, counts: tuple[int, ...]) -> tuple[OperatorGraph, Chain]:
     """The network with so many layers in its runs, unfolded; and its chain, which is the same at any batch."""
-    made = _SHALLOW.of(graph)
-    if counts not in made:
-        runs = tuple(replace(run, count=count) for run, count in zip(graph.runs, counts, strict=True))
-        unfolded = unfold(replace(graph, runs=runs))
-        made[counts] = unfolded, chain(unfolded)
-    return made[counts]
+    runs = tuple(replace(run, count=count) for run, count in zip(graph.runs, counts, strict=True))
+    unfolded = unfold(replace(graph, runs=runs))
+    return unfolded, chain(unfolded)
 
 
 class _Kinds:
