@@ -130,11 +130,7 @@ def decisions(graph: OperatorGraph, boundaries: Sequence[Boundary] = ()) -> Deci
     for boundary in boundaries:
         crossing = GradientFlow(boundary.gradient) if boundary.gradient else None
         stations.setdefault(boundary.forward, flows.get(boundary.forward, crossing))
-    made = _MADE.of(graph)
-    key = tuple(stations.items())
-    if key not in made:
-        made[key] = _decisions(graph, stations, of_node)
-    return made[key]
+    return _MADE.once(graph, tuple(stations.items()), lambda: _decisions(graph, stations, of_node))
 
 
 _Stations = Mapping[TensorRef, GradientFlow | None]
@@ -253,10 +249,7 @@ def _passed_on(
 
 def _variable(graph: OperatorGraph, nodes: tuple[int, ...]) -> Variable:
     """The variable that some nodes follow, the same whatever stations there are."""
-    made = _VARIABLES.of(graph)
-    if nodes not in made:
-        made[nodes] = _new_variable(graph, nodes)
-    return made[nodes]
+    return _VARIABLES.once(graph, nodes, lambda: _new_variable(graph, nodes))
 
 
 _VARIABLES = KeptByGraph[tuple[int, ...], Variable]()
