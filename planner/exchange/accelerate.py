@@ -46,7 +46,7 @@ def document(config: TrainingConfig) -> dict[str, Any]:
     ranks = config.dp or 1
     shard = (config.shard_size or ranks) if sharded else 1
     axes = {"dp_replicate": ranks // shard, "dp_shard": shard, "tp": config.tp or 1, "cp": config.cp or 1}
-    fully = sharded or axes["tp"] > 1 or axes["cp"] > 1 or config.recompute == "full"
+    fully = sharded or axes["tp"] > 1 or axes["cp"] > 1 or config.recompute == "full" or bool(config.offload_parameters)
     found: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if fully else "MULTI_GPU" if ranks > 1 else "NO",
@@ -181,11 +181,11 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             rule="parameters and optimizer states go to the host together",
             remedy="offload both or none",
         )
-    if config.offload_optimizer and not sharded:
+    if config.offload_optimizer and not sharded and ranks > 1:
         yield Violation(
             key=KEYS["offload_optimizer"],
             value="true",
-            rule="only sharded parameters go to the host",
+            rule="parameters of replicas do not go to the host",
             remedy="shard over dp_shard_size",
         )
 

@@ -171,7 +171,8 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
     """Rules of Automodel across fields."""
     known, ranks, inner = config.dp is not None, config.dp or 1, (config.tp or 1) * (config.cp or 1) * (config.pp or 1)
     sharded = config.optimizer_sharding not in (None, "none")
-    if ranks > 1 and not sharded and (inner > 1 or (config.ep or 1) > 1):
+    replicated = ranks > 1 and not sharded
+    if replicated and (inner > 1 or (config.ep or 1) > 1):
         yield Violation(
             key=KEYS["shard_size"],
             value=str(ranks),
@@ -218,11 +219,11 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
             rule="it needs sequence_parallel",
             remedy="add it, or leave this out",
         )
-    if bool(config.offload_optimizer) != bool(config.offload_parameters) or (config.offload_optimizer and not sharded):
+    if bool(config.offload_optimizer) != bool(config.offload_parameters) or (config.offload_optimizer and replicated):
         yield Violation(
             key=KEYS["offload_optimizer"],
             value="",
-            rule="parameters and optimizer states go to the host together, where FSDP2 shards them",
+            rule="parameters and optimizer states go to the host together, and only under FSDP2",
             remedy="offload both, or none",
         )
 

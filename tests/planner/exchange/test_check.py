@@ -138,6 +138,29 @@ def test_automodel_wants_a_micro_batch_for_each_rank_of_a_pipeline(local: int, c
     assert [problem["key"] for problem in said["problems"]] == ["step_scheduler.local_batch_size"] * (code == 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "automodel",
+            "distributed: {strategy: fsdp2, dp_size: 1, cp_size: 4,"
+            " offload_policy: {_target_: torch.distributed.fsdp.CPUOffloadPolicy}}\n"
+            "step_scheduler: {local_batch_size: 2, global_batch_size: 8}\n",
+        ),
+        (
+            "accelerate",
+            "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n"
+            "parallelism_config: {parallelism_config_dp_shard_size: 1, parallelism_config_cp_size: 4}\n",
+        ),
+    ],
+)
+def test_parameters_under_fsdp_go_to_the_host_though_one_data_parallel_rank_holds_them(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    code, said = checked(text, tmp_path, "--format", name, suffix=".yaml")
+    assert code == 0, said
+
+
 def test_without_hardware_it_is_said_whether_a_file_is_legal(tmp_path: Path) -> None:
     code, said = checked(LAUNCH, tmp_path)
     assert code == 0
