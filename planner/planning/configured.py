@@ -219,6 +219,7 @@ class Configured:
         be made and may be.
         """
         configuration = Configuration(data=data, tensor=tensor, micro_batch=self.global_batch // data)
+        pins = replace(pins, recompute=self._modes(pins)[0])
         tables = self._shared.known(self._table_key(pins, configuration, self.hardware))
         try:
             if tables is None and make and not self.hints:
@@ -265,15 +266,17 @@ class Configured:
         self, pins: Pins, options: tuple[int, int | None, float | None, int | None], incumbent_s: float, first: bool,
         patience: Patience | None,
     ) -> Explored:  # fmt: skip
-        """Search the space that pins leave; where weights of experts may be gathered, that with tokens as well.
+        """Search the space that pins leave, in the parts that labels of one table cannot tell apart.
 
-        Labels are the best at prices of time, kept bytes and parameters. What gathered weights cost besides depends on
-        micro-batches and storages, which no price tells, so that labels with them may hide those without.
+        Labels are the best at prices of time, kept bytes and parameters. What gathered weights of experts cost besides
+        depends on micro-batches and storages, which no price tells, so that labels with them may hide those that send
+        tokens. Software that has one mode of recomputation for all layers is searched mode by mode.
         """
         spaces = [pins]
         if self._gathers_experts(pins):
             tokens = replace(pins, expert_messages="tokens")
             spaces = [pins, tokens] if pins.runs is None or pins.expert_messages else self._framework_experts(tokens)
+        spaces = [replace(space, recompute=mode) for mode in self._modes(pins) for space in spaces]
         done: list[Explored] = []
         for space in spaces:
             if done and next(bases(self.extent(space, options[1])), None) is None:
@@ -282,6 +285,13 @@ class Configured:
             if done[-1].interrupted or (first and done[-1].found):
                 break
         return joined(done) if len(done) > 1 else done[0]
+
+    def _modes(self, pins: Pins) -> tuple[str | None, ...]:
+        """What is pinned of recomputation, else each mode that software has for the whole network; None where free."""
+        runs = pins.runs
+        if pins.recompute is not None or self.unit_pins.modes or runs is None or runs.recompute_by_layer:
+            return (pins.recompute,)
+        return runs.recompute
 
     @staticmethod
     def _framework_experts(tokens: Pins) -> list[Pins]:
@@ -474,9 +484,12 @@ class Configured:
 
     @staticmethod
     def _shown(found: Sequence[Placed], count: int) -> list[Placed]:
-        """Plans to simulate, best first: of those that may gather weights of experts, and of those that send tokens."""
-        apart = ([p for p in found if p.tables.experts_stay is stay] for stay in (False, True))
-        return sorted((p for each in apart for p in diverse(each, count)), key=lambda placed: placed.objective_s)
+        """Plans to simulate, best first: so many of each part that was searched by itself."""
+        parts: dict[tuple[object, ...], list[Placed]] = {}
+        for placed in found:
+            parts.setdefault(placed.tables.apart, []).append(placed)
+        shown = (placed for part in parts.values() for placed in diverse(part, count))
+        return sorted(shown, key=lambda placed: placed.objective_s)
 
     def check_kept(self, explored: Explored, scored: Sequence[Scored]) -> None:
         """Raise ContextError where nothing is left because hints are not kept."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from planner.cost.software import USUAL, fusion_of, norms_of, software_named, usual_software
@@ -41,7 +42,7 @@ from planner.planning.plan_messages import (
 from planner.planning.prediction import Prediction, hardware_notes
 from planner.planning.refining import refined
 from planner.planning.rescoring import RESCORED, Field, rescore, said_of
-from planner.planning.setting import SearchSetting, mode_of, setting_of, uniform_modes
+from planner.planning.setting import SearchSetting, setting_of
 from planner.planning.shared_tables import SharedTables
 from planner.planning.tighter import search_tighter, told
 from planner.plans.pins import Pins
@@ -144,6 +145,7 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+@_collection_paused()
 def plan_network(
     request: PlanRequest,
     *,
@@ -170,78 +172,11 @@ def plan_network(
 
     Without `changes` `SearchResult.infeasible` says which limit binds, not with which changes a plan is found, as each
     change is a search of its own.
-
-    Where the request's software has one mode of recomputation for the whole network, and the best plans have several,
-    each mode is searched by itself as well.
     """
     patience = patience or Patience()
-    result = _planned(request, graph=graph, shared=shared, patience=patience, cores=cores, changes=changes)
-    modes = uniform_modes(request)
-    if not modes or not result.candidates or result.interrupted:
-        return result
-    if graph is None:
-        graph = capture_for(request) if shared is None else shared.graph
-    kept = [c for c in result.candidates if mode_of(c.plan, graph) in modes]
-    if len(kept) == len(result.candidates):
-        return result
-    alone = [
-        _planned(
-            replace(request, pins=replace(request.pins, recompute=mode)),
-            graph=graph,
-            shared=shared,
-            patience=patience,
-            cores=cores,
-            changes=changes,
-        )
-        for mode in modes
-    ]
-    return _merged(result, alone, kept, max(request.top, 1))
-
-
-def _merged(result: SearchResult, alone: list[SearchResult], kept: list[Candidate], top: int) -> SearchResult:
-    """Plans of searches with one mode of recomputation each, beside those that the search of all modes has left."""
-    ranked = _ranked([*kept, *(candidate for one in alone for candidate in one.candidates)])[:top]
-    certificates = [one.candidates[0].plan.certificate for one in alone if one.candidates]
-    if not ranked or not certificates:
-        found = next((one for one in alone if not one.candidates), result)
-        return replace(found, candidates=(), status=Status.INFEASIBLE)
-    least = min(c.objective_s for c in certificates)
-    bound = min(c.lower_bound_s for c in certificates)
-    statuses = {c.status for c in certificates}
-    status = Status.HEURISTIC if Status.HEURISTIC in statuses else Status.BOUNDED
-    status = Status.OPTIMAL if statuses == {Status.OPTIMAL} else status
-    candidates = tuple(
-        replace(
-            candidate,
-            plan=replace(
-                candidate.plan,
-                certificate=replace(
-                    candidate.plan.certificate, status=status, objective_s=least, lower_bound_s=min(bound, least)
-                ),
-            ),
-        )
-        for candidate in ranked
-    )
-    return replace(
-        result,
-        candidates=candidates,
-        status=status,
-        elapsed_s=result.elapsed_s + sum(one.elapsed_s for one in alone),
-        simulation_s=result.simulation_s + sum(one.simulation_s for one in alone),
-    )
-
-
-@_collection_paused()
-def _planned(
-    request: PlanRequest,
-    *,
-    graph: OperatorGraph | None,
-    shared: SharedTables | None = None,
-    patience: Patience,
-    cores: int,
-    changes: bool,
-) -> SearchResult:
-    setting = setting_of(request, graph, shared, patience)
+    if shared is None:
+        shared = SharedTables(partial(capture_for, request) if graph is None else graph)
+    setting = setting_of(request, shared, patience)
     pins, hardware, graph = setting.pins, setting.search.hardware, setting.search.graph
     request = setting.request
     refuse_meaningless(graph)

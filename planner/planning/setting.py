@@ -9,11 +9,10 @@ from typing import TypedDict
 
 from planner.cost.software import as_run, exchange_of, fusion_of, norms_of
 from planner.cost.work import Optimizer, optimizer, state_bytes, trained_dtype
-from planner.graph.chain import Chain, chain
+from planner.graph.chain import Chain
 from planner.graph.experts import experts_of, experts_per_token
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.lowering.checked import precision_dtype
-from planner.lowering.options import recompute_modes
 from planner.networks import Network, load_network
 from planner.networks.layerwise import layerwise_names
 from planner.networks.marks import Swap
@@ -24,10 +23,8 @@ from planner.planning.placing import PlacedMarks
 from planner.planning.prediction import check_products
 from planner.planning.refining import largest_threshold
 from planner.planning.shared_tables import NetworkTables, SharedTables
-from planner.plans.capability import capability_of
 from planner.plans.exchange import Exchange, check_data
 from planner.plans.pins import Pins
-from planner.plans.plan import Plan
 from planner.plans.request import PRECISIONS, PlanRequest, checked_pins
 from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
@@ -80,12 +77,9 @@ class SearchSetting:
 
 
 def setting_of(
-    request: PlanRequest,
-    graph: OperatorGraph | None,
-    shared: SharedTables | None,
-    patience: Patience | None = None,
+    request: PlanRequest, shared: SharedTables | None = None, patience: Patience | None = None
 ) -> SearchSetting:
-    """Read and check a request; `graph` is its network, captured already, `shared` what earlier requests made of it.
+    """Read and check a request; `shared` is its network, and what earlier requests made of it.
 
     `patience` begins behind the capture.
     """
@@ -110,7 +104,8 @@ def setting_of(
         raise InputError(f"global batch {batch} is not positive; use --global-batch with a whole number of samples")
     bucket = USUAL if pins.bucket_mb is None else pins.bucket_mb * MIB
     started = time.perf_counter()
-    shared = shared or SharedTables(network.capture() if graph is None else graph)
+    shared = shared or SharedTables(network.capture)
+    graph = shared.graph
     captured = time.perf_counter()
     if patience is not None:
         patience.wait()
@@ -289,23 +284,3 @@ def _exchange(request: PlanRequest, network: Network, graph: OperatorGraph, batc
     return replace(
         request.exchange, layerwise=layerwise_names(graph, (*request.exchange.layerwise, *network.layerwise))
     )
-
-
-def uniform_modes(request: PlanRequest) -> tuple[str, ...]:
-    """Modes of which the request's software takes one for all layers; empty where the request or layers may choose."""
-    table = capability_of(request.software) if request.software and not request.any_plan else None
-    pinned = request.pins.recompute or request.pins.recompute_layers
-    said = pinned or (request.marks is not None and request.marks.recompute)
-    usual = request.parallel_mode == "auto_parallel" and request.search_mode == "dynamic_programming"
-    if table is None or table.recompute_by_layer or said or request.hints or not usual:
-        return ()
-    return table.recompute
-
-
-def mode_of(plan: Plan, graph: OperatorGraph) -> str | None:
-    """The mode that all layers of a plan have; None where they differ."""
-    units = chain(graph)
-    modes = recompute_modes(plan, units.names()) if plan.recompute_ranges else {}
-    rows = [name for unit in units.units if unit.run is not None for name in units.unrolled(unit)]
-    found = {modes.get(name, "none") for name in rows or units.names()}
-    return found.pop() if len(found) == 1 else None

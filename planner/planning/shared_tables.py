@@ -76,14 +76,19 @@ class SharedTables:
 
     Parameters
     ----------
-    graph : OperatorGraph
+    graph : OperatorGraph, or a function that captures it
         Folded, as captured.
     """
 
-    def __init__(self, graph: OperatorGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: OperatorGraph | Callable[[], OperatorGraph]) -> None:
+        self._given = graph
         self._precisions: dict[str, NetworkTables] = {}
         self._apart: dict[tuple[str, tuple[int, ...]], NetworkTables] = {}
+
+    @cached_property
+    def graph(self) -> OperatorGraph:
+        """The network; captured when it is first asked for."""
+        return self._given if isinstance(self._given, OperatorGraph) else self._given()
 
     def at(self, dtype: str) -> NetworkTables:
         """The network at a precision."""

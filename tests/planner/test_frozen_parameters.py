@@ -64,8 +64,8 @@ def test_states_are_those_of_adapters_alone(sharding: str, shards: int) -> None:
     memory = result.candidates[0].prediction.memory_at_peak
     assert not any("of the parameters whole" in message for message in result.messages)
     assert (memory["optimizer_states"], memory["parameters"]) == (states, held)
-    placed = setting_of(request, None, shared()).search.explore(checked_pins(request)).found[0]
-    units, model = placed.tables.units, setting_of(request, None, shared()).search.model()
+    placed = setting_of(request, shared()).search.explore(checked_pins(request)).found[0]
+    units, model = placed.tables.units, setting_of(request, shared()).search.model()
     resident = sum(
         model.resident_bytes(units[number], Storages.of([placed.configuration]))[0, label]
         for number, label in zip(placed.tables.chain.positions, placed.partition.labels, strict=True)

@@ -30,7 +30,7 @@ def planned() -> Candidate:
 def test_messages_larger_than_all_gradients_are_not_tried(
     size: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search, best = setting_of(REQUEST, None, None).search, planned()
+    search, best = setting_of(REQUEST).search, planned()
     plans = {mib: replace(best.plan, bucket_bytes=mib * MIB) for mib in (1, 5, 25)}
     times = {mib: predict_plan(plan, search.graph, search.hardware).step_time_s for mib, plan in plans.items()}
     gradients = refining.gradient_bytes(search.graph, best.plan.exchange.gradient_dtype)

@@ -171,7 +171,7 @@ def obstacle(chosen: Combination) -> str:
 @lru_cache(maxsize=2**20)
 def _obstacle(chosen: Part) -> str:
     try:
-        setting = setting_of(request(dict(chosen)), None, shared_tables(dict(chosen)))
+        setting = setting_of(request(dict(chosen)), shared_tables(dict(chosen)))
         check_pins(setting.search.extent(setting.pins))
     except (InputError, UnsupportedError) as error:
         return str(error)
