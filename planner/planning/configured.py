@@ -65,7 +65,8 @@ class Configured:
     """The searches of one request: tables are made once for all of them.
 
     ``graph`` is folded, at the request's precision and batch 1; ``base`` are the fields of every plan; ``shared`` is
-    what searches of the same graph have made before; parameters of less than ``threshold_bytes`` stay whole;
+    what searches of the same graph have made before; ``beside`` is the hardware where tokens travel to experts beside
+    another micro-batch; parameters of less than ``threshold_bytes`` stay whole;
     ``unit_pins`` fix single units, ``hints`` strategies of operators. Of the memory of a device the closed form is not
     given ``spared_bytes``, by which what it holds to fit was found to miss.
     """
@@ -84,6 +85,7 @@ class Configured:
     unit_pins: UnitPins = FREE
     hints: StageHints = NO_HINTS
     spared_bytes: float = 0.0
+    beside: Hardware | None = None
 
     def __post_init__(self) -> None:
         if self.shared is None:
@@ -177,9 +179,13 @@ class Configured:
         tables = host_tables(self.graph).parameters
         return float(sum(self.graph.multiplicity[i] * self.graph.nodes[i].outputs[0].elements for i in tables))
 
+    def runs_on(self, expert_overlap: bool) -> Hardware:
+        """The hardware as messages of tokens travel on it."""
+        return self.beside if expert_overlap and self.beside is not None else self.hardware
+
     def tables(self, pins: Pins, configuration: Configuration, hardware: Hardware | None = None) -> StageTables:
         """Tables of a configuration's stage mesh at its micro-batch."""
-        hardware = hardware or self.hardware
+        hardware = hardware or self.runs_on(configuration.expert_overlap)
         algorithm: Algorithm = "all_to_all" if configuration.context_algorithm == "all_to_all" else "ring"
         found = self._shared.tables(
             self._table_key(pins, configuration, hardware),
@@ -276,7 +282,14 @@ class Configured:
         if self._gathers_experts(pins):
             tokens = replace(pins, expert_messages="tokens")
             spaces = [pins, tokens] if pins.runs is None or pins.expert_messages else self._framework_experts(tokens)
-        spaces = [replace(space, recompute=mode) for mode in self._modes(pins) for space in spaces]
+        if self._may_overlap(pins):
+            spaces += [replace(space, expert_overlap=True) for space in spaces if space.experts_stay]
+        spaces = [
+            replace(space, recompute=mode)
+            for mode in self._modes(pins)
+            for space in spaces
+            if not (mode == "full" and space.expert_overlap and not pins.expert_overlap)
+        ]
         done: list[Explored] = []
         for space in spaces:
             if done and next(bases(self.extent(space, options[1])), None) is None:
@@ -292,6 +305,13 @@ class Configured:
         if pins.recompute is not None or self.unit_pins.modes or runs is None or runs.recompute_by_layer:
             return (pins.recompute,)
         return runs.recompute
+
+    def _may_overlap(self, pins: Pins) -> bool:
+        """Whether the software may have tokens travel beside another micro-batch, and no pin says whether."""
+        free = pins.expert_overlap is None and pins.expert_messages != "any" and pins.ep != 1
+        several = pins.micro_batches != 1 and pins.copies in (None, 1)
+        runs = pins.runs is not None and "expert_overlap" in pins.runs.overlaps
+        return runs and free and several and experts_of(self.graph) > 0
 
     @staticmethod
     def _framework_experts(tokens: Pins) -> list[Pins]:
@@ -372,7 +392,7 @@ class Configured:
     ) -> Explored:  # fmt: skip
         extent = self.extent(pins, devices)
         check_pins(extent)
-        self.decisions.expect(self.hardware, self.bucket_bytes, *_stages(extent))
+        self.decisions.expect(self.runs_on(bool(pins.expert_overlap)), self.bucket_bytes, *_stages(extent))
         options = {} if solves is None else {"solves": solves}
         model = self.model(limit_bytes=limit_bytes)
         return explore(
@@ -405,7 +425,11 @@ class Configured:
         if len(self._shared.graph.runs) < len(self.graph.runs):
             rules, layers = in_runs(self.graph, rules, layers)
         return Plan(
-            **{**self.base, "bucket_bytes": c.bucket_bytes or self.bucket_bytes},  # type: ignore[arg-type]
+            **{  # type: ignore[arg-type]
+                **self.base,
+                "bucket_bytes": c.bucket_bytes or self.bucket_bytes,
+                "sent_once": self.base.get("sent_once", 0) if c.expert > 1 else 0,
+            },
             micro_batch=c.micro_batch,
             micro_batches=c.micro_batches,
             mesh=c.mesh() if c.mesh().axes else Mesh(()),  # as it is read back
@@ -427,6 +451,7 @@ class Configured:
             context_algorithm=c.context_algorithm,
             offload_ranges=offload_ranges(names, self.unit_pins.swaps),
             whole_experts=c.tensor > 1 and tables.parts.setting.expert_cut == "whole",
+            expert_overlap=c.expert_overlap,
         )
 
     def _all_in_shards(self, c: Configuration) -> bool:
@@ -487,7 +512,8 @@ class Configured:
         """Plans to simulate, best first: so many of each part that was searched by itself."""
         parts: dict[tuple[object, ...], list[Placed]] = {}
         for placed in found:
-            parts.setdefault(placed.tables.apart, []).append(placed)
+            pins = placed.pins
+            parts.setdefault((pins.experts_stay, pins.expert_overlap, pins.recompute), []).append(placed)
         shown = (placed for part in parts.values() for placed in diverse(part, count))
         return sorted(shown, key=lambda placed: placed.objective_s)
 
@@ -513,7 +539,7 @@ class Configured:
             return Foretold(plan=plan)
         if self.hints and (broken := self._not_kept(plan)) is not None:
             return Foretold(plan=plan, refused=broken)
-        prediction = predict_plan(plan, self.graph, self.hardware)
+        prediction = predict_plan(plan, self.graph, self.runs_on(plan.expert_overlap))
         analytic = with_host(analytic_breakdown(placed, self.model()), prediction)
         return Foretold(plan=plan, prediction=replace(prediction, analytic=analytic))
 

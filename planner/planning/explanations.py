@@ -235,7 +235,7 @@ def pin_messages(costs: Iterable[PinCost]) -> tuple[str, ...]:
 # Shadow prices
 
 
-def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Placed) -> ShadowPrices:
+def shadow_prices(search: Configured, explored: Explored, best: Placed) -> ShadowPrices:
     """Step time saved by one more GiB on every device, and by a tenth more bandwidth on each level.
 
     Memory: the best plan and those near it are partitioned again with more of it. Links: the best plan's tables are
@@ -248,11 +248,11 @@ def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Plac
         if placed is not best and behind < FARTHEST * (best.objective_s - with_more):
             with_more = min(with_more, _roomier_s(placed))
     # Measured times of collectives are those of the links as they are.
-    measured = bool(search.hardware.collective_tables)
-    plain = search.hardware
+    plain = search.runs_on(best.configuration.expert_overlap)
+    measured = bool(plain.collective_tables)
     if measured:
         plain = replace(plain, collective_tables=(), hash=f"{plain.hash} by formulas")
-    before = _objective_s(search, pins, best, plain, plain) if measured else best.objective_s
+    before = _objective_s(search, best, plain, plain) if measured else best.objective_s
     links, stage = {}, best.configuration.inner_mesh()
     for number, level in enumerate(plain.levels):
         if number and plain.levels[number - 1].size >= search.devices:
@@ -262,18 +262,18 @@ def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Plac
         levels = (*plain.levels[:number], faster, *plain.levels[number + 1 :])
         hardware = replace(plain, levels=levels, hash=f"{plain.hash} with faster {level.name}")
         inside = links_of(hardware, stage) != links_of(plain, stage)
-        after = _objective_s(search, pins, best, hardware, hardware if inside else plain)
+        after = _objective_s(search, best, hardware, hardware if inside else plain)
         links[level.name] = max(0.0, before - after) if np.isfinite(after) else 0.0
     return ShadowPrices(memory_gib_s=best.objective_s - with_more, links_s=links)
 
 
-def _objective_s(search: Configured, pins: Pins, best: Placed, hardware: Hardware, inside: Hardware) -> float:
+def _objective_s(search: Configured, best: Placed, hardware: Hardware, inside: Hardware) -> float:
     """Seconds of a configuration's step on other hardware, its stages cut anew; infinite where none fits.
 
     `inside` is what messages inside a stage run on, which may be as it was.
     """
     c = best.configuration
-    tables = search.tables(pins, c, inside) if c.inner_mesh().axes else best.tables
+    tables = search.tables(best.pins, c, inside) if c.inner_mesh().axes else best.tables
     found = partition(simplified(search.model(hardware, best.task.limit_bytes).task(tables, c)), close=CLOSE)
     return np.inf if found is None else found.objective_s
 

@@ -41,7 +41,7 @@ class FoundConfigurations:
         contenders = search.contenders(explored, wanted)
         works: dict[Hashable, Callable[[], Any]] = {n: one.foretell for n, one in enumerate(contenders[:SURE])}
         if request.sensitivity and explored.found:
-            works["prices"] = partial(shadow_prices, search, pins, explored, self._best)
+            works["prices"] = partial(shadow_prices, search, explored, self._best)
         works |= {n: one.foretell for n, one in enumerate(contenders)}
         self._beside = Beside(works, cores)
         # The closed form is that of a step.
@@ -89,7 +89,7 @@ class FoundConfigurations:
         kept, shape = self.pins.sharding_threshold_kb, describe(first.placed.configuration)
         if kept is not None and "sharding_threshold_kb" in self.asked:
             yield f"sharding_threshold_kb={kept}", threshold_cost_s(self.search, first), f"{shape} with no threshold"
-        graph, hardware = self.search.graph, self.search.hardware
+        graph, hardware = self.search.graph, self.search.runs_on(first.plan.expert_overlap)
         for pin, seconds, where in simulated_costs(graph, hardware, first.plan, first.prediction, self.pins):
             more = brought_along(self.search, pins, best, pin.partition("=")[0], self.asked)
             yield (pin, seconds, f"{shape} {where}") if more is None else (pin, seconds + more[1], more[2])

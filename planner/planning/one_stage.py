@@ -222,7 +222,7 @@ def _make_plan(space: Space, graph: OperatorGraph, base: Mapping[str, object], i
     if space.search_mode != "dynamic_programming":
         status = Status.HEURISTIC
     return Plan(
-        **base,  # type: ignore[arg-type]
+        **{**base, "sent_once": 0},  # type: ignore[arg-type]
         micro_batch=space.global_batch // (data * item.micro_batches),
         micro_batches=item.micro_batches,
         mesh=item.mesh,

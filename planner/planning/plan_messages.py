@@ -37,9 +37,9 @@ def interrupted(candidates: Sequence[Candidate], explored_gap: float | None) -> 
 
 
 def other_messages_of_experts(plan: Plan, graph: OperatorGraph, pins: Pins) -> Iterator[str]:
-    """Say what a plan would take whose tokens travel as its software could have them, where a pin has not said how."""
+    """Say what a plan would take with tokens that travel in another way of its software, where none was searched."""
     table = capability_of(plan.software)
-    if table is None or plan.degree("expert") == 1 or pins.expert_messages is not None:
+    if table is None or plan.degree("expert") == 1 or pins.runs is not None or pins.expert_messages is not None:
         return
     once = experts_per_token(graph) if "tokens_once" in table.overlaps and not plan.sent_once else 0
     # Stages one behind the other have no second micro-batch to compute beside messages.

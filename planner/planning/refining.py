@@ -90,7 +90,7 @@ def _better(search: Configured, found: Refined, plan: Plan) -> Refined:
     tried = Refined(candidate=found.candidate, simulated=found.simulated + 1)
     if _alike(plan, found.candidate.plan):
         return found
-    prediction = predict_plan(plan, search.graph, search.hardware)
+    prediction = predict_plan(plan, search.graph, search.runs_on(plan.expert_overlap))
     if not prediction.fits or prediction.step_time_s >= best.step_time_s * (1 - 1e-6):
         return tried
     return replace(tried, candidate=replace(found.candidate, plan=plan, prediction=_told(prediction, best)))
@@ -117,5 +117,6 @@ def largest_threshold(graph: OperatorGraph, parts: int) -> int:
 def threshold_cost_s(search: Configured, scored: Scored) -> float:
     """Seconds of a simulated step that a pinned threshold costs."""
     plan = search.plan(scored.placed, scored.plan.certificate, threshold_bytes=0)
-    free = predict_plan(replace(plan, bucket_bytes=scored.plan.bucket_bytes), search.graph, search.hardware)
-    return max(0.0, scored.prediction.step_time_s - free.step_time_s)
+    free = replace(plan, bucket_bytes=scored.plan.bucket_bytes)
+    free_s = predict_plan(free, search.graph, search.runs_on(plan.expert_overlap)).step_time_s
+    return max(0.0, scored.prediction.step_time_s - free_s)

@@ -123,10 +123,16 @@ def setting_of(
     searched = shared.apart(dtype, told_apart(graph, request.hints))
     pins = semi_automatic(request, pins)
     travel = _travelling(pins, graph)
-    hardware = as_run(
-        profile, request.software, request.attention, language=network.sequence_length is not None,
-        optimizer=update.name, expert_imbalance=request.expert_imbalance, **travel,
-    ).with_headroom(request.memory_headroom)  # fmt: skip
+    least_bytes = least_held_bytes(graph, update, request.devices)
+
+    def run(*, expert_overlap: bool) -> Hardware:
+        found = as_run(
+            profile, request.software, request.attention, language=network.sequence_length is not None,
+            optimizer=update.name, expert_imbalance=request.expert_imbalance, expert_overlap=expert_overlap, **travel,
+        )  # fmt: skip
+        return in_caches(found.with_headroom(request.memory_headroom), least_bytes, request.devices)
+
+    hardware = run(expert_overlap=False)
     check_host_tables(pins, graph, hardware)
     base = _base_plan(request, network, graph, profile, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
@@ -135,7 +141,8 @@ def setting_of(
     ruled = time.perf_counter()
     search = Configured(
         graph=graph,
-        hardware=in_caches(hardware, least_held_bytes(graph, update, request.devices), request.devices),
+        hardware=hardware,
+        beside=run(expert_overlap=True) if experts_of(graph) else None,
         devices=request.devices,
         global_batch=batch,
         optimizer=update,
@@ -161,28 +168,30 @@ def setting_of(
 
 
 class Travel(TypedDict):
-    """How messages travel where pins say so, by the names that a plan and `as_run` have for it."""
+    """How messages travel, by the names that a plan and `as_run` have for it."""
 
     tensor_overlap: bool
-    expert_overlap: bool
     sent_once: int
 
 
 def _travelling(pins: Pins, graph: OperatorGraph) -> Travel:
-    """How messages travel.
+    """How messages travel where pins say so, or where the named software can and nothing speaks against it.
+
+    To send a token once to each node takes no bytes more than once for each expert.
 
     Raises
     ------
     InputError
         Tokens are to travel once to each node, and the network does not say how many experts they go to.
     """
-    chosen = experts_per_token(graph) if pins.expert_messages == "once_a_node" else 0
+    usual = pins.expert_messages is None and pins.runs is not None and "tokens_once" in pins.runs.overlaps
+    chosen = experts_per_token(graph) if usual or pins.expert_messages == "once_a_node" else 0
     if pins.expert_messages == "once_a_node" and not chosen and experts_of(graph):
         raise InputError(
             "pin expert_messages=once_a_node: no operator of the network (topk over its experts) says how many experts "
             "a token goes to; use expert_messages=tokens"
         )
-    return Travel(tensor_overlap=bool(pins.tensor_overlap), expert_overlap=bool(pins.expert_overlap), sent_once=chosen)
+    return Travel(tensor_overlap=bool(pins.tensor_overlap), sent_once=chosen)
 
 
 def _unit_pins(placed: PlacedMarks | None, pins: Pins, units: Chain, hardware: Hardware) -> UnitPins:

@@ -404,7 +404,9 @@ class _Search(Agenda):
         # What holds for few ways of each unit says nothing of those that were left out.
         proven = found.lower_bound_s if few is task else 0.0
         found = replace(found, lower_bound_s=min(max(bound, proven), found.objective_s))
-        placed = Placed(configuration=node.configuration, tables=tables, task=task, partition=found)
+        placed = Placed(
+            configuration=node.configuration, tables=tables, task=task, partition=found, pins=self.extent.pins
+        )
         if node.placed is None:
             self.shapes[shape_of(node.configuration)] += 1
             if task.chunks > 1 and bound > 0:

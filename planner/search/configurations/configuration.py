@@ -18,7 +18,8 @@ class Configuration:
     ``data`` is the mesh axis: ranks that hold copies of the same experts; data-parallel ranks are ``data * expert``.
     ``order`` names the axes from the outermost to the one with neighbouring ranks. ``bucket_bytes`` is the size of
     fused messages of gradients (`planner.search.configurations.buckets`), 0 that of the model. With ``all_replicas``
-    context and expert ranks that hold copies of a parameter share its states as well.
+    context and expert ranks that hold copies of a parameter share its states as well. With ``expert_overlap`` tokens
+    travel to experts beside another micro-batch.
     """
 
     pipeline: int = 1
@@ -37,6 +38,7 @@ class Configuration:
     bucket_bytes: int = 0
     context_algorithm: str = "none"
     all_replicas: bool = False
+    expert_overlap: bool = False
 
     @property
     def in_a_row(self) -> bool:

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.plans.pins import Pins
 from planner.search.configurations.configuration import Configuration
 from planner.search.stages.partition import Partition
 from planner.search.stages.task import PartitionTask
@@ -22,12 +23,13 @@ PER_SHAPE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placed:
-    """A solved configuration."""
+    """A solved configuration; ``pins`` are those of the part of the space that it was found in."""
 
     configuration: Configuration
     tables: StageTables
     task: PartitionTask
     partition: Partition
+    pins: Pins
 
     @property
     def objective_s(self) -> float:

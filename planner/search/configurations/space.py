@@ -84,6 +84,7 @@ def bases(extent: Extent) -> Iterator[Configuration]:
                     micro_batches=count,
                     context_algorithm=algorithm,
                     all_replicas=all_replicas,
+                    expert_overlap=bool(extent.pins.expert_overlap),
                 )
 
 
@@ -267,6 +268,8 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
     if pipeline > 1 and micro_batches > MOST_MICRO_BATCHES:
         return
     pins = extent.pins
+    # Frameworks hide tokens beside another micro-batch where a rank has several chunks, or all.
+    several = bool(pins.expert_overlap and pins.runs is not None) and pipeline > 1
     searched = [name for name in SEARCHED if name != "gpipe" or micro_batches > 1]
     names = [ONE_STAGE, *searched] if pins.schedule is None else [pins.schedule]
     if pins.schedule is None and pins.runs is not None:
@@ -277,7 +280,7 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
             deepest = extent.units // pipeline
             chunks = [pins.vpp] if pins.vpp else sorted({*range(2, MOST_CHUNKS + 1), max(deepest, 2)})
         for virtual in chunks:
-            wanted = pins.vpp in (None, virtual) and pipeline * virtual <= extent.units
+            wanted = pins.vpp in (None, virtual) and pipeline * virtual <= extent.units and virtual > several
             if name == "interleaved_1f1b" and micro_batches % pipeline:
                 # Few frameworks run remainders, so they are planned where the schedule is pinned.
                 runs = pins.runs is None or pins.micro_batches or pins.runs.interleaves(pipeline, micro_batches)

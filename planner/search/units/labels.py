@@ -82,11 +82,6 @@ class StageTables:
         return self.parts.setting.experts_stay
 
     @property
-    def apart(self) -> tuple[object, ...]:
-        """What tables of parts of a space that are searched one by one differ in, beside their meshes."""
-        return self.experts_stay, self._stage.options.modes
-
-    @property
     def boundaries(self) -> tuple[BoundaryStates, ...]:
         """States of each boundary with their bytes."""
         return self._stage.boundaries

@@ -75,7 +75,7 @@ def both_times(search: Configured, pins: Pins, c: Configuration) -> tuple[float,
     task = search.model(limit_bytes=1e15).task(tables, c)
     found = partition(simplified(task))
     assert found is not None
-    placed = Placed(configuration=c, tables=tables, task=task, partition=found)
+    placed = Placed(configuration=c, tables=tables, task=task, partition=found, pins=Pins())
     proof = Certificate(
         status=Status.BOUNDED, objective_s=placed.objective_s, lower_bound_s=0.0, elimination_width=0, operators=0,
         distinct_blocks=0,
