@@ -295,6 +295,7 @@ class Configured:
             if done and next(bases(self.extent(space, options[1])), None) is None:
                 continue
             done.append(self._explore(space, *options, incumbent_s, first, patience))
+            incumbent_s = min([incumbent_s, *(placed.objective_s for placed in done[-1].found)])
             if done[-1].interrupted or (first and done[-1].found):
                 break
         return joined(done) if len(done) > 1 else done[0]

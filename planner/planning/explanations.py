@@ -97,6 +97,7 @@ def other_choices(best: Plan, other: Plan) -> str:
             ("vpp", other.virtual, best.virtual),
             ("recompute", other.recomputation, best.recomputation),
             ("context_algorithm", other.context_algorithm, best.context_algorithm),
+            ("expert_overlap", str(other.expert_overlap).lower(), str(best.expert_overlap).lower()),
             ("offload_optimizer", str(other.offload_optimizer).lower(), str(best.offload_optimizer).lower()),
             ("shard_size", _shards(other, best), "none"),
         )

@@ -34,7 +34,15 @@ Scored = TypeVar("Scored", bound=Simulated)
 def said_of(plan: Plan) -> tuple[object, ...]:
     """What a user is told of a plan: two of which the same is said are shown as one."""
     degrees = tuple((axis.name, axis.size) for axis in plan.mesh.axes)
-    passes = (plan.pipeline, plan.virtual, plan.schedule, plan.micro_batch, plan.recompute, plan.context_algorithm)
+    passes = (
+        plan.pipeline,
+        plan.virtual,
+        plan.schedule,
+        plan.micro_batch,
+        plan.recompute,
+        plan.context_algorithm,
+        plan.expert_overlap,
+    )
     return degrees, *passes, plan.optimizer_sharding, plan.shard_size, plan.offload_optimizer
 
 

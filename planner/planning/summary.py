@@ -30,7 +30,13 @@ def degrees_text(plan: Plan) -> str:
     }  # fmt: skip
     said = [f"{name}={size}" for name, size in degrees.items() if size > 1 or name == "dp"]
     said += [f"micro_batch={plan.micro_batch}"]
-    words = [plan.schedule, plan.optimizer_sharding, recompute_text(plan)]
+    messages = {"once_a_node": plan.sent_once, "expert_overlap": plan.expert_overlap}
+    words = [
+        plan.schedule,
+        plan.optimizer_sharding,
+        recompute_text(plan),
+        *(name for name, on in messages.items() if on),
+    ]
     return " ".join([*said, *(word for word in words if word != "none")])
 
 

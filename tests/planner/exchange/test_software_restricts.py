@@ -9,6 +9,7 @@ import pytest
 from planner.graph.chain import chain
 from planner.lowering.checked import captured
 from planner.lowering.options import recompute_modes
+from planner.planning.one_stage import Candidate
 from planner.planning.planning import plan_network
 from planner.plans.capability import capabilities, capability_of
 from planner.plans.pins import Pins
@@ -60,3 +61,20 @@ def test_pins_come_before_what_the_software_can_run() -> None:
 def test_every_name_of_software_has_one_table() -> None:
     names = [name for table in capabilities().values() for name in table.software]
     assert len(names) == len(set(names))
+
+
+def test_tokens_travel_to_experts_in_the_best_way_that_the_software_has() -> None:
+    def planned(software: str, **pins: str) -> Candidate:
+        request = replace(
+            REQUEST, network="zoo:mixtral-8x7b", hardware="dgx-h100", devices=64, global_batch=256, top=1,
+            software=software, pins=Pins.read({"tp": "1", "pp": "1", "recompute": "none", **pins}),
+        )  # fmt: skip
+        return plan_network(request).candidates[0]
+
+    free = planned("megatron_core:captured_graphs=true")
+    assert (free.plan.sent_once, free.plan.expert_overlap) == (2, True)
+    for pins in ({"expert_messages": "tokens"}, {"expert_overlap": "false"}, {"expert_messages": "once_a_node"}):
+        other = planned("megatron_core:captured_graphs=true", **pins)
+        assert other.prediction.step_time_s >= free.prediction.step_time_s
+    without = planned("torchtitan")
+    assert (without.plan.sent_once, without.plan.expert_overlap) == (0, False)
