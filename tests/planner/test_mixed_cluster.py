@@ -47,7 +47,7 @@ def test_shares_add_up_and_none_could_be_moved_to_shorten_the_longest(layers: in
     found = shares(layers, rates)
     assert sum(found) == layers
     assert min(found) >= 1
-    longest = max(count / rate for count, rate in zip(found, rates, strict=True) if count > 1 or layers == len(rates))
+    longest = max((count / rate for count, rate in zip(found, rates, strict=True) if count > 1), default=0.0)
     assert all((count + 1) / rate >= longest * (1 - 1e-9) for count, rate in zip(found, rates, strict=True))
 
 

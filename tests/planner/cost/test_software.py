@@ -362,7 +362,8 @@ def test_messages_of_tensor_ranks_beside_products_leave_a_part_to_wait_for(tmp_p
 @pytest.mark.parametrize("fewer", [{"expert_messages": "once_a_node"}, {"expert_overlap": "true"}])
 def test_tokens_travel_once_to_a_node_or_beside_another_micro_batch(fewer: dict[str, str], tmp_path: Path) -> None:
     """In the search, the simulation and the file; kernels and other messages stay as they are."""
-    sent, all_sent = (routed(**pins) for pins in (fewer, {"expert_messages": "tokens"}))
+    usual = {"expert_messages": "tokens", "expert_overlap": "false"}
+    sent, all_sent = (routed(**{**usual, **pins}) for pins in (fewer, {}))
     read = plan_from_text(plan_to_text(sent.plan)).plan
     assert (read.sent_once, read.expert_overlap) == ((2, False) if "expert_messages" in fewer else (0, True))
     assert "sent_once" not in plan_to_text(all_sent.plan)
@@ -373,8 +374,8 @@ def test_tokens_travel_once_to_a_node_or_beside_another_micro_batch(fewer: dict[
         assert one.plan.certificate.objective_s == pytest.approx(simulated_s, rel=0.03)
     graph = checked_graph(read, routes())
     hardware = replace(machine_of(read), training={**machine_of(read).training, LAUNCH: 0.0})
-    usual = replace(machine_of(all_sent.plan), training={**machine_of(all_sent.plan).training, LAUNCH: 0.0})
-    work, usual_work = (lower_pipeline(read, graph, one).work for one in (hardware, usual))
+    before = replace(machine_of(all_sent.plan), training={**machine_of(all_sent.plan).training, LAUNCH: 0.0})
+    work, usual_work = (lower_pipeline(read, graph, one).work for one in (hardware, before))
     found, whole, tasks = work.seconds, usual_work.seconds, work.tasks
     changed = np.array([task.axis == "expert" and task.collective is Collective.ALL_TO_ALL for task in tasks])
     assert changed.any()

@@ -150,14 +150,14 @@ def test_context_ranks_of_torchtitan_shard_parameters() -> None:
 
 def test_frameworks_send_tokens_to_experts_and_gather_none_of_them(experts: str) -> None:
     """Weights of experts that are gathered, or lie on all tensor ranks alike, are no framework's."""
-    pins = Pins(pp=1, tp=2, ep=2, micro_batch=2, recompute="none", sequence_parallel=False)
+    pins = Pins(pp=1, tp=2, ep=2, micro_batch=2, recompute="none", sequence_parallel=False, expert_overlap=False)
     request = PlanRequest(
         network=experts, hardware="dgx-a100", devices=4, sequence_length=64, global_batch=32, top=1, sensitivity=False,
         software="megatron_core", pins=pins,
     )  # fmt: skip
     (free,) = plan_network(request).candidates
     pinned = [
-        plan_network(replace(request, pins=replace(pins, expert_messages="tokens", expert_cut=cut))).candidates[0]
+        plan_network(replace(request, pins=replace(pins, expert_messages="once_a_node", expert_cut=cut))).candidates[0]
         for cut in ("width", "whole")
     ]
     assert free.prediction.step_time_s in [one.prediction.step_time_s for one in pinned]
