@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from planner.planning.host_memory import host_refusal
 from planner.planning.prediction import Prediction, predict_plan, with_host
 from planner.planning.rescoring import Contender, Field, Foretold, rescore
 from planner.planning.shared_tables import NetworkTables
+from planner.planning.software_memory import held_by_software
 from planner.planning.unit_ranges import chunks, offload_ranges, recompute_ranges
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.pins import Pins
@@ -30,6 +31,7 @@ from planner.search.configurations.limits import PROOF
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, expert_cut, orders
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.configurations.storage import Held
 from planner.search.exact.elimination import TooWideError
 from planner.search.patience import Patience
 from planner.search.problem.hints import first_not_kept
@@ -66,9 +68,10 @@ class Configured:
 
     ``graph`` is folded, at the request's precision and batch 1; ``base`` are the fields of every plan; ``shared`` is
     what searches of the same graph have made before; ``beside`` is the hardware where tokens travel to experts beside
-    another micro-batch; parameters of less than ``threshold_bytes`` stay whole;
-    ``unit_pins`` fix single units, ``hints`` strategies of operators. Of the memory of a device the closed form is not
-    given ``spared_bytes``, by which what it holds to fit was found to miss.
+    another micro-batch. Parameters of less than ``threshold_bytes`` stay whole; without ``shares_sequence`` tensor
+    ranks do not share what lies between their products; ``unit_pins`` fix single units, ``hints`` strategies of
+    operators. Of the memory of a device the closed form is not given ``spared_bytes``, by which what it holds to fit
+    was found to miss.
     """
 
     graph: OperatorGraph
@@ -86,6 +89,7 @@ class Configured:
     hints: StageHints = NO_HINTS
     spared_bytes: float = 0.0
     beside: Hardware | None = None
+    shares_sequence: bool = True
 
     def __post_init__(self) -> None:
         if self.shared is None:
@@ -163,7 +167,37 @@ class Configured:
             gradient_dtype=self._exchange.gradient_dtype,
             whole_sums=self._exchange.whole_sums,
             own_samples=self._exchange.cross_batch,
+            software=self.software,
         )
+
+    @cached_property
+    def software(self) -> Held:
+        """What the software of the plans holds, from what it holds of a layer on one device."""
+        if not self.base.get("software"):
+            return Held()
+        alone = Configuration(micro_batch=1)
+        units = self.tables(Pins(), alone).units
+        most = max(range(len(units)), key=lambda unit: self.decisions.chain.units[unit].count)
+        labels = units[most]
+        kept = [float(labels.activation_bytes[labels.recompute == mode].min()) for mode in range(len(RECOMPUTE))]
+        plan = Plan(
+            **self.base,  # type: ignore[arg-type]
+            micro_batch=1,
+            micro_batches=1,
+            mesh=Mesh(()),
+            rules={},
+            layers=(),
+            optimizer_sharding="none",
+            certificate=Certificate(
+                status=Status.HEURISTIC,
+                objective_s=0.0,
+                lower_bound_s=0.0,
+                elimination_width=0,
+                operators=0,
+                distinct_blocks=0,
+            ),
+        )
+        return held_by_software(plan, self.graph, self.hardware, kept, shares_sequence=self.shares_sequence)
 
     @property
     def _exchange(self) -> Exchange:
@@ -281,7 +315,7 @@ class Configured:
         spaces = [pins]
         if self._gathers_experts(pins):
             tokens = replace(pins, expert_messages="tokens")
-            spaces = [pins, tokens] if pins.runs is None or pins.expert_messages else self._framework_experts(tokens)
+            spaces = [pins, tokens] if pins.expert_messages else self._placed_experts(tokens)
         if self._may_overlap(pins):
             spaces += [replace(space, expert_overlap=True) for space in spaces if space.experts_stay]
         spaces = [
@@ -315,15 +349,14 @@ class Configured:
         return runs and free and several and experts_of(self.graph) > 0
 
     @staticmethod
-    def _framework_experts(tokens: Pins) -> list[Pins]:
-        """List how frameworks place experts: without an expert axis, or with tokens that travel over it.
+    def _placed_experts(tokens: Pins) -> list[Pins]:
+        """List how experts are placed: without an expert axis, or with tokens that travel over it.
 
-        They gather no weights of experts. Tensor ranks have part of the width of each expert (`expert_cut`), or whole
-        ones of an expert axis.
+        No weights of experts are gathered, as no framework does. Tensor ranks of named software have part of the width
+        of each expert (`expert_cut`), or whole ones of an expert axis.
         """
-        assert tokens.runs is not None  # its caller asks for a framework's
         found = [tokens] if tokens.ep else [replace(tokens, expert_messages=None, ep=1), tokens]
-        if tokens.expert_cut is None and tokens.tp != 1 and len(tokens.runs.expert_cut) > 1:
+        if tokens.runs is not None and tokens.expert_cut is None and tokens.tp != 1 and len(tokens.runs.expert_cut) > 1:
             found.append(replace(tokens, expert_cut="whole"))
         return found
 

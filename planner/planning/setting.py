@@ -142,6 +142,7 @@ def setting_of(
     search = Configured(
         graph=graph,
         hardware=hardware,
+        shares_sequence=pins.sequence_parallel is not False,
         beside=run(expert_overlap=True) if experts_of(graph) else None,
         devices=request.devices,
         global_batch=batch,

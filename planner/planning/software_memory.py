@@ -8,11 +8,11 @@ measured on published runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
-from planner.cost.memory.device import training_memory
+from planner.cost.memory.device import layer_bytes, training_memory
 from planner.cost.memory.figures import MemoryEstimate
 from planner.cost.memory.states import usual_gradient_bytes
 from planner.cost.memory_traits import UNEVEN_ROUTING
@@ -33,6 +33,8 @@ from planner.networks.decoder.gpt import HuggingFaceGPT2, ZooGPT
 from planner.networks.decoder.llama import HuggingFaceLlama, ZooLlama
 from planner.networks.decoder.mixtral import HuggingFaceMixtral, ZooMixtral
 from planner.plans.plan import Plan, stored_parameters
+from planner.search.configurations.storage import Held
+from planner.search.units.records import RECOMPUTE
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 
@@ -67,6 +69,46 @@ def software_memory(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Mem
         )
     except InputError:
         return None  # a schedule without a formula
+
+
+def held_by_software(
+    plan: Plan, graph: OperatorGraph, hardware: Hardware, kept: Sequence[float], *, shares_sequence: bool
+) -> Held:
+    """What the software of a plan holds, as a search knows it.
+
+    Parameters
+    ----------
+    plan : Plan
+        Of one device and one sample, which keeps everything.
+    kept : sequence of float
+        Bytes that a layer of it keeps in each mode by the operators of the network.
+    shares_sequence : bool
+        Whether tensor ranks share what lies between their products.
+    """
+    shape = _shape(plan.network, plan.sequence_length, graph.fingerprint) if plan.software else None
+    if shape is None or min(kept) <= 0:
+        return Held()
+    setup = _setup(plan, graph, hardware, shape)
+
+    @cache
+    def layer(tensor: int, context: int, expert: int, micro_batch: int) -> tuple[float, ...]:
+        there = replace(
+            setup, devices=tensor * context * expert, dp=expert, tp=tensor, cp=context, ep=expert, expert_tp=tensor,
+            micro_batch=micro_batch, sequence_parallel=shares_sequence and tensor > 1,
+        )  # fmt: skip
+        found = layer_bytes(TrainingRun(network=shape, setup=there, hardware=hardware))
+        return tuple(found.kept[Recompute(mode)] for mode in RECOMPUTE)
+
+    alone = layer_bytes(TrainingRun(network=shape, setup=setup, hardware=hardware))
+    return Held(
+        layer=layer,
+        alone=tuple(kept),
+        shares_sequence=shares_sequence,
+        in_flight=alone.in_flight,
+        gradient_bytes=4.0 if plan.precision == "fp32" else float(setup.gradient_bytes),
+        whole_between=True,
+        fixed_bytes=alone.fixed,
+    )
 
 
 @lru_cache(maxsize=64)

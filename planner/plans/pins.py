@@ -78,7 +78,7 @@ class Pins:
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
     turn; without it there is one. With ``expert_messages`` of ``tokens`` ranks of an expert axis keep their own experts
-    and send tokens, with ``once_a_node`` each token once to each node for all of its experts there; else they may
+    and send tokens, with ``once_a_node`` each token once to each node for all of its experts there; with ``any`` they may
     gather the weights of the others instead. With ``expert_overlap`` tokens travel beside another micro-batch, else
     they are waited for. ``expert_cut`` says what tensor ranks have of experts: part of the ``width`` of each, or
     ``whole`` ones of their own, as those of an expert axis; ``tensor_cut`` of ``width`` that they have part of the

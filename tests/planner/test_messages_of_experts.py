@@ -10,7 +10,8 @@ from planner.planning.shared_tables import SharedTables
 from planner.plans.pins import Pins, read_pins
 
 REQUEST = PlanRequest(
-    network="zoo:mixtral-8x7b", hardware="dgx-h100", devices=16, global_batch=64, top=1, software="megatron_core", any_plan=True,
+    network="zoo:mixtral-8x7b", hardware="dgx-h100", devices=16, global_batch=64, top=1, software="megatron_core",
+    any_plan=True,
     pins=Pins.read({"dp": 16, "ep": 8, "tp": 1, "pp": 1, "micro_batch": 1, "optimizer_sharding": "zero1"}),
 )  # fmt: skip
 

@@ -80,6 +80,35 @@ def _memory(run: TrainingRun, indices: Iterable[int]) -> MemoryEstimate:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """What a layer of a run's most frequent kind keeps for its backward pass, and what the allocator holds besides.
+
+    ``kept`` are bytes of one micro-batch by mode of recomputation, the allocator's share included; they are
+    ``in_flight`` times as many where several micro-batches are in flight. ``fixed`` stand on every rank.
+    """
+
+    kept: dict[Recompute, float]
+    in_flight: float
+    fixed: float
+
+
+def layer_bytes(run: TrainingRun) -> LayerBytes:
+    """What one layer of a transformer keeps, by the formulas of `training_memory`."""
+    shape, setup, traits = run.network, run.setup, traits_of(run.setup.stack)
+    assert isinstance(shape, TransformerShape)  # others have no layers that are alike
+    dense, expert, _ = _activations(shape, setup)
+    layer, share = expert if shape.experts else dense, 1 + traits.reserved_share
+    kept = {mode: layer.kept(setup, mode) * share for mode in Recompute}
+    if setup.every_second_product:
+        kept |= {Recompute.SELECTIVE: layer.alternate * share}
+    return LayerBytes(
+        kept=kept,
+        in_flight=1 + traits.in_flight_share / share,
+        fixed=traits.allocator_bytes + workspace_bytes(traits, setup, run.hardware),
+    )
+
+
 def reserved_memory_bytes(run: TrainingRun) -> float:
     """Peak of the allocator, from the stages that can be the fullest: the scalar that decides whether a run fits."""
     if isinstance(run.network, LayeredNetwork):

@@ -104,7 +104,7 @@ class LeastStates:
 
     def again_s(self, model: StepModel, tables: StageTables, placed: Configuration) -> FloatArray:
         """(storages,) seconds by which passes that keep no more than there is room for take longer, of each rank."""
-        kept = self._kept_bytes(model, placed)
+        kept = self._kept_bytes(model, placed) / model.software.least_times(placed, tables.modes)
         if np.all(kept >= tables.saved_bytes):
             return np.zeros_like(kept)
         prices, priced_s = tables.priced

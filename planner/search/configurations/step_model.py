@@ -467,6 +467,9 @@ def _taking_turns_s(labels: UnitLabels, c: Configuration) -> tuple[FloatArray, F
 def _joined(model: StepModel, tables: StageTables, placed: Configuration) -> JoinedUnits:
     """The units of a placed configuration: it is stored in several ways one after the other."""
     joined = joined_units(tables, _tied_at(model, placed) if tables.tied else Tied.TOGETHER, DTYPE_BYTES[model.dtype])
+    layer = joined.units[int(np.argmax(tables.counts))]
+    kept = model.software.kept_bytes(joined.labels, layer, placed)
+    joined = replace(joined, labels=replace(joined.labels, activation_bytes=kept))
     return joined.waiting(model.batch_sums_s(tables, placed), tables.decisions.batch_sums)
 
 

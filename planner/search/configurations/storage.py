@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.passes import BoolArray
 from planner.search.stages.fragments import FloatArray, IntArray
+from planner.search.units.records import RECOMPUTE
 
 if TYPE_CHECKING:
     from planner.search.units.labels import UnitLabels
@@ -77,12 +78,67 @@ def scatters_each(configuration: Configuration) -> bool:
     return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What software holds of a plan, where that is not what the operators of its network do.
+
+    Attributes
+    ----------
+    layer : bytes that a layer keeps for its backward pass in each mode of recomputation, by ranks of the tensor,
+        context and expert axes and samples of a micro-batch; None where it keeps what its operators do
+    alone : bytes that its operators keep of one sample on one device, by mode
+    shares_sequence : whether tensor ranks may share what lies between their products, so that they share all
+    in_flight : so many times as much where several micro-batches are in flight
+    gradient_bytes : of one element of the sums of gradients; 0 for that of the parameters
+    whole_between : between the micro-batches of a pipeline ZeRO-3 keeps parameters and gradients whole
+    fixed_bytes : of buffers that stand on every rank
+    """
+
+    layer: Callable[[int, int, int, int], tuple[float, ...]] | None = None
+    alone: tuple[float, ...] = ()
+    shares_sequence: bool = True
+    in_flight: float = 1.0
+    gradient_bytes: float = 0.0
+    whole_between: bool = False
+    fixed_bytes: float = 0.0
+
+    def _layer_bytes(self, c: Configuration) -> FloatArray:
+        assert self.layer is not None  # asked before
+        several = c.pipeline > 1 and c.micro_batches > 1
+        kept = np.array(self.layer(c.tensor, c.context, c.expert, c.micro_batch))
+        return kept * (self.in_flight if several else 1.0)
+
+    def kept_bytes(self, labels: UnitLabels, layer: UnitLabels, c: Configuration) -> FloatArray:
+        """(ways,) bytes that units keep of a micro-batch, from those of the most frequent ``layer``.
+
+        Of its ways those that keep least in a mode are what the software has; all others keep as many times as much as
+        by their operators.
+        """
+        if self.layer is None:
+            return labels.activation_bytes
+        mode, times = np.asarray(layer.recompute, dtype=np.int64), np.ones(len(RECOMPUTE))
+        for number, held in enumerate(self._layer_bytes(c).tolist()):
+            least = float(layer.activation_bytes[mode == number].min(initial=np.inf))
+            if 0 < least < np.inf:
+                times[number] = held / least
+        kept: FloatArray = labels.activation_bytes * times[np.asarray(labels.recompute, dtype=np.int64)]
+        return kept
+
+    def least_times(self, c: Configuration, modes: Sequence[int]) -> float:
+        """How many times as much as their operators units keep at least, in some modes."""
+        if self.layer is None:
+            return 1.0
+        ranks = c.context * (c.tensor if self.shares_sequence else 1)
+        times = self._layer_bytes(c) * ranks / (np.array(self.alone) * c.micro_batch)
+        return float(times[list(modes)].min())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storage:
     """Where the numbers that are trained live, and how many bytes that takes.
 
     ``limit_bytes`` is the memory of a device. ``host_elements`` are the trained elements that live in the memory of the
-    host: their memory is free. With ``parameters_away`` all parameters do.
+    host: their memory is free. With ``parameters_away`` all parameters do. ``software`` is what that holds.
     """
 
     optimizer: Optimizer
@@ -90,6 +146,7 @@ class Storage:
     limit_bytes: float
     host_elements: float = 0.0
     parameters_away: bool = False
+    software: Held = Held()
 
     def resident_bytes(self, labels: UnitLabels, storages: Storages) -> FloatArray:
         """Bytes (storages, ways) of parameters, gradients and optimizer states that stand through the step.
@@ -102,6 +159,8 @@ class Storage:
         c, shards, size = storages.placed, storages.shards, float(DTYPE_BYTES[self.dtype])
         elements = labels.parameter_elements + labels.expert_elements
         unsummed, each_held = elements + labels.unsummed_elements, elements / shards
+        summed = self.software.gradient_bytes or size
+        whole_between = storages.zero3 & (self.software.whole_between and c.pipeline > 1)
         held: FloatArray = np.zeros_like(each_held)
         if not self.parameters_away:
             frozen = labels.frozen_elements * size
@@ -109,8 +168,8 @@ class Storage:
                 storages.whole, labels.gathered_elements, np.maximum(unsummed, labels.gathered_elements)
             )
             held = each_held * size + np.where(storages.zero3, frozen / shards, frozen)
-            held += np.where(storages.zero3, 0.0, gathered * size)
-        gradient = np.where(storages.in_shards, each_held, unsummed) * size
+            held += np.where(storages.zero3 & ~whole_between, 0.0, gathered * size)
+        gradient = np.where(storages.in_shards & ~whole_between, each_held, unsummed) * summed
         if c.pipeline == 1 and c.micro_batches == 1:
             gradient = np.maximum(gradient - labels.activation_bytes, 0.0)
         state = 0.0 if storages.offload else state_bytes(self.optimizer, self.dtype) / shards
@@ -124,7 +183,8 @@ class Storage:
         size = float(DTYPE_BYTES[self.dtype])
         copies = 1.0 if c.optimizer_sharding in ("zero1", "zero2") else 0.0
         state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype)
-        return self.limit_bytes + elements * (size * copies + (size + state) / ranks)
+        room = self.limit_bytes - self.software.fixed_bytes
+        return room + elements * (size * copies + (size + state) / ranks)
 
     def gathered_bytes(self, labels: UnitLabels, storages: Storages, bucket: FloatArray) -> FloatArray:
         """Bytes (storages, ways) of whole gradients and parameters that stand while a unit goes backward.

@@ -82,6 +82,11 @@ class StageTables:
         return self.parts.setting.experts_stay
 
     @property
+    def modes(self) -> tuple[int, ...]:
+        """Codes of the modes of recomputation that labels may have."""
+        return self._stage.options.modes
+
+    @property
     def boundaries(self) -> tuple[BoundaryStates, ...]:
         """States of each boundary with their bytes."""
         return self._stage.boundaries

@@ -39,6 +39,7 @@ class MadeTables:
     boundary_bytes: tuple[float, ...]
     boundaries: tuple[BoundaryStates, ...]
     tied: tuple[TiedParameter, ...]
+    modes: tuple[int, ...] = (0, 1, 2)
     parts: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(graph=SimpleNamespace(trained=frozenset())))
     decisions: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(batch_sums=(), sums_over_batch=False))
 

@@ -151,7 +151,7 @@ def test_what_grows_with_the_batch_because_it_is_repeated_counts_whole() -> None
         assert counted in (0, graph.spec(node.tensor_inputs[place]).size_bytes), node.name
 
 
-def test_tokens_travel_where_it_is_pinned_and_weights_where_memory_allows_and_they_are_lighter() -> None:
+def test_tokens_travel_and_weights_only_where_a_pin_allows_it_and_they_are_lighter() -> None:
     """With few tokens on each rank weights would be the more, with many the less."""
     search = Configured(
         graph=network(replace(HEAVY, intermediate=64)), hardware=load_profile("dgx-a100"), devices=8, global_batch=256,
@@ -165,10 +165,9 @@ def test_tokens_travel_where_it_is_pinned_and_weights_where_memory_allows_and_th
         rules = [rule[axis] for name, rule in expanded_rules(found.plan).items() if "/bmm" in name]
         read[said] = {placed for rule in rules for placed in rule.inputs}
         seconds[said] = found.placed.objective_s
-    assert read["any"] == read[None]
+    assert read["tokens"] == read[None] == {0}
     assert REPLICATE in read["any"]
-    assert read["tokens"] == {0}
-    assert seconds["tokens"] > seconds["any"] == seconds[None]
+    assert seconds[None] == seconds["tokens"] > seconds["any"]
 
 
 def test_tensor_ranks_have_whole_experts_or_a_part_of_each_where_it_is_pinned() -> None:
