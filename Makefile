@@ -52,7 +52,7 @@ $(JUDGES)/.installed: Makefile
 	$(JUDGES)/bin/python -m pip install --quiet torch numpy transformers tensorboard datasets tyro accelerate==1.15.0
 	DS_BUILD_OPS=0 $(JUDGES)/bin/python -m pip install --quiet deepspeed==0.19.8
 	$(JUDGES)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 torchtitan==0.3.0 spmd_types==0.2.3 nemo-automodel==0.7.0
-	$(JUDGES)/bin/python -m pip install --quiet --no-deps --target $(JUDGES)/torchtitan-0.2 torchtitan==0.2.2
+	$(JUDGES)/bin/python -m pip install --quiet --no-deps --target $(JUDGES)/torchtitan-0.2 torchtitan==0.2.2 torchtitan-npu==0.2.2.post2
 	@touch $@
 
 ifeq ($(JUDGES_PYTHON),)

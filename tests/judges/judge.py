@@ -12,10 +12,16 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
+
+OLDER = "torchtitan-0.2"
+"""Folder of the environment with torchtitan 0.2 and what needs it."""
 
 MODEL = (
     *(
@@ -104,7 +110,7 @@ def torchtitan(file: str, case: dict[str, Any]) -> None:
         ]
 
 
-def older_torchtitan(file: str, case: dict[str, Any]) -> None:
+def older_torchtitan(file: str, case: dict[str, Any]) -> Any:
     """Read the TOML file as a job's, and check degrees and batches."""
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
@@ -135,6 +141,48 @@ def older_torchtitan(file: str, case: dict[str, Any]) -> None:
         looped = issubclass(get_schedule_class(said.pipeline_parallel_schedule), PipelineScheduleMulti)
         assert len(parts) % dims.pp == 0, "parts"
         assert (len(parts) // dims.pp >= 2) == looped, "parts a rank"
+    return config, dims
+
+
+def npu_torchtitan(file: str, case: dict[str, Any]) -> None:
+    """The same with the classes of torchtitan-npu; then its optimizers, attention over context ranks and products."""
+    stand_in("torch_npu").npu.get_device_name.return_value = "Ascend950"
+    for name in ("torchtitan_npu", "torchtitan_npu.converters"):  # whose own imports need a device
+        if name not in sys.modules:
+            package = sys.modules[name] = ModuleType(name)
+            package.__path__ = [str(Path(sys.prefix) / OLDER / name.replace(".", "/"))]
+    from torch.nn import Linear
+    from torchtitan_npu.converters.quant_converter import MXGroupedMMConverter, MXLinearConverter
+    from torchtitan_npu.patches.distributed.custom_context_parallel import validate_ulysses_configs
+    from torchtitan_npu.patches.optimizer.virtual_optimizer import build_optimizers_with_virtual_optimizer
+
+    config, dims = older_torchtitan(file, case)
+    if config.optimizer.virtual_optimizer:  # swapped states alone are built on a device, and have no rule
+        build_optimizers_with_virtual_optimizer([Linear(1, 1)], config.optimizer, dims)
+    if config.parallelism.enable_custom_context_parallel and dims.cp > 1:
+        ranks = SimpleNamespace(size=lambda: dims.cp)
+        validate_ulysses_configs(job_config=config, model_args=SimpleNamespace(n_heads=64), cp_mesh=ranks)
+    for kind, converter in (("linear", MXLinearConverter), ("grouped_mm", MXGroupedMMConverter)):
+        if f"quantize.{kind}.mx" in config.model.converters:
+            converter(config, dims)
+
+
+def stand_in(name: str) -> Any:
+    """A package of which every part exists and does nothing, for one that needs a device."""
+
+    class Finder(MetaPathFinder, Loader):
+        def find_spec(self, found: str, path: Any = None, target: Any = None) -> Any:
+            return ModuleSpec(found, self, is_package=True) if found.partition(".")[0] == name else None
+
+        def create_module(self, spec: ModuleSpec) -> Any:
+            return MagicMock(name=spec.name, __path__=[], __name__=spec.name, __spec__=spec)
+
+        def exec_module(self, module: Any) -> None:
+            pass
+
+    if name not in sys.modules:
+        sys.meta_path.insert(0, Finder())
+    return import_module(name)
 
 
 def automodel(file: str, case: dict[str, Any]) -> None:
@@ -229,6 +277,7 @@ JUDGES = {
     "megatron": megatron,
     "torchtitan": torchtitan,
     "torchtitan-0.2": older_torchtitan,
+    "torchtitan-npu": npu_torchtitan,
     "deepspeed": deepspeed,
     "accelerate": accelerate,
     "automodel": automodel,
@@ -250,8 +299,8 @@ def verdict(case: dict[str, Any]) -> str:
 if __name__ == "__main__":
     cases = json.load(sys.stdin)
     form = cases[0]["format"]
-    if form == "torchtitan-0.2":  # beside the current release, in a folder of its own
-        sys.path.insert(0, str(Path(sys.prefix) / "torchtitan-0.2"))
+    if form in ("torchtitan-0.2", "torchtitan-npu"):  # beside the current release, in a folder of its own
+        sys.path.insert(0, str(Path(sys.prefix) / OLDER))
     found = [verdict(case) for case in cases]
     package = PACKAGES.get(form, form)
     sys.stdout.write("\n" + json.dumps({"verdicts": found, "version": f"{package} {metadata.version(package)}"}))
