@@ -51,7 +51,8 @@ $(JUDGES)/.installed: Makefile
 	$(JUDGES_PYTHON) -m venv $(JUDGES)
 	$(JUDGES)/bin/python -m pip install --quiet torch numpy transformers tensorboard datasets tyro accelerate==1.15.0
 	DS_BUILD_OPS=0 $(JUDGES)/bin/python -m pip install --quiet deepspeed==0.19.8
-	$(JUDGES)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 torchtitan==0.3.0 spmd_types==0.2.3 nemo-automodel==0.7.0
+	$(JUDGES)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 torchtitan==0.3.0 spmd_types==0.2.3 nemo-automodel==0.7.0 \
+		megatron-bridge==0.6.2 hydra-core==1.3.4 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3
 	$(JUDGES)/bin/python -m pip install --quiet --no-deps --target $(JUDGES)/torchtitan-0.2 torchtitan==0.2.2 torchtitan-npu==0.2.2.post2
 	@touch $@
 

@@ -74,6 +74,8 @@ def spoiled(form: ExchangeFormat, config: TrainingConfig) -> Iterator[tuple[Trai
             (config, text.replace("swap_optimizer", "virtual_optimizer")),
             (config, text.replace("swap_optimizer = true", "swap_optimizer = true\nvirtual_optimizer = true")),
         ]
+    if form.name == "bridge":
+        files.append((config, form.write(config).text.replace("sequence_parallel=false", "sequence_parallel=0")))
     if form.name == "deepspeed":  # whose batches say how many ranks there are
         batch = config.global_batch or 1
         files.append((config, form.write(config).text.replace(f'_size": {batch},', f'_size": {batch + 1},', 1)))

@@ -254,6 +254,51 @@ def test_what_computes_again_layer_by_layer_is_rounded_to_more() -> None:
     )
 
 
+def test_overrides_hold_whatever_the_recipe_of_megatron_bridge_says() -> None:
+    """Most recipes have no section `comm_overlap`, and what an optimizer says of itself held over what `ddp` says."""
+    form = FORMATS["bridge"]
+    lines = form.write(usual(optimizer_sharding="none", overlap_parameters=False)).text.splitlines()
+    assert {
+        "++comm_overlap._target_=megatron.bridge.training.comm_overlap.CommOverlapConfig",
+        "++comm_overlap.tp_comm_overlap=false",
+        "optimizer.use_distributed_optimizer=false",
+        "optimizer.overlap_param_gather=false",
+        "ddp.use_megatron_fsdp=false",
+        "model.seq_length=4096",
+        "model.recompute_method=null",
+        "model.pipeline_model_parallel_layout=null",
+    } <= {*lines}
+    assert "checkpoint.ckpt_format=fsdp_dtensor" in form.write(usual(optimizer_sharding="zero3", pp=1)).text
+    interleaved = usual(schedule="interleaved_1f1b", vpp=2, global_batch=48)
+    assert "model.microbatch_group_size_per_vp_stage=6" in form.write(interleaved).text
+    assert not form.violations(interleaved)
+
+
+@pytest.mark.parametrize("name", ["megatron", "bridge"])
+def test_activations_on_the_host_name_the_variable_that_keeps_weights(name: str) -> None:
+    written = FORMATS[name].write(usual(offload_activations=True))
+    assert written.environment["NVTE_CPU_OFFLOAD_V1"] == "1"
+    assert "NVTE_CPU_OFFLOAD_V1=1" in written.text
+    assert "NVTE_CPU_OFFLOAD_V1" not in FORMATS[name].write(usual()).environment
+
+
+def test_what_megatron_bridge_turns_off_is_a_note_and_what_it_refuses_a_violation() -> None:
+    form = FORMATS["bridge"]
+    text = form.write(usual(tensor_overlap=True)).text
+    alone = form.read(text.replace("model.sequence_parallel=true", "model.sequence_parallel=false"), "job")
+    assert (alone.config.tensor_overlap, len(alone.notes)) == (False, 1)
+    assert not alone.violations
+    assert not form.violations(alone.config)
+    assert form.read(text, "job").config.tensor_overlap
+    shorter = form.read(text.replace("model.seq_length=4096", "model.seq_length=2048"), "job")
+    assert [one.key for one in shorter.violations] == ["model.seq_length"]
+    with pytest.raises(InputError, match=r"model.sequence_parallel='1' is neither true nor false"):
+        form.read(text.replace("model.sequence_parallel=true", "model.sequence_parallel=1"), "job")
+    grouped = form.write(usual(schedule="interleaved_1f1b", vpp=2, global_batch=48)).text
+    broken = form.read(grouped.replace("per_vp_stage=6", "per_vp_stage=5"), "job").violations
+    assert [one.key for one in broken] == ["model.microbatch_group_size_per_vp_stage"]
+
+
 def test_keys_of_torchtitan_npu_that_exclude_each_other_are_named() -> None:
     form = FORMATS["torchtitan-npu"]
     said = {"cp": 2, "context_algorithm": "all_to_all", "optimizer_sharding": "zero3", "offload_optimizer": True}
