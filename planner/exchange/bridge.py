@@ -82,15 +82,14 @@ KEYS: Mapping[str, str] = {
     "optimizer_sharding": DISTRIBUTED,
     "shard_size": INSTANCES,
 }
-ALSO = (
-    "optimizer.use_distributed_optimizer",
-    "optimizer.overlap_param_gather",
-    "optimizer.use_precision_aware_optimizer",
+DISTRIBUTED_TOO, GATHERED_TOO, PRECISE = (
+    f"optimizer.{name}"
+    for name in ("use_distributed_optimizer", "overlap_param_gather", "use_precision_aware_optimizer")
 )
 READ = frozenset(
     (
-        *(*KEYS.values(), *OVERLAPS.values(), *OVERLAP_CLASS, *ALSO, METHOD, FULLY, STRATEGY, DISPATCHER, BACKEND),
-        *(LENGTH, GROUP, "model.offload_modules", "checkpoint.ckpt_format"),
+        *(*KEYS.values(), *OVERLAPS.values(), *OVERLAP_CLASS, METHOD, FULLY, STRATEGY, DISPATCHER, BACKEND),
+        *(DISTRIBUTED_TOO, GATHERED_TOO, PRECISE, LENGTH, GROUP, "model.offload_modules", "checkpoint.ckpt_format"),
     )
 )
 _OVERRIDE = re.compile(r"(?<![\w.])([\w.]++)=('[^']*'|\"[^\"]*\"|\[[^\]=]*\]|\S+)")
@@ -103,7 +102,7 @@ def overrides(config: TrainingConfig) -> dict[str, str]:
     if config.sequence_length is not None:
         found[LENGTH] = str(config.sequence_length)
     if config.offload_optimizer:
-        found[ALSO[2]] = "true"  # whose code updates on the host
+        found[PRECISE] = "true"  # whose code updates on the host
     if config.offload_activations:
         found["model.offload_modules"] = f"[{','.join(megatron.OFFLOADED)}]"
     if (config.ep or 1) > 1 and config.tokens_once is not None:
@@ -116,7 +115,11 @@ def overrides(config: TrainingConfig) -> dict[str, str]:
         found[PRECISION] = PRECISIONS[config.precision]
     level = config.optimizer_sharding
     if level in ("none", "zero1"):
-        found |= {FULLY: "false", DISTRIBUTED: str(level == "zero1").lower(), ALSO[0]: str(level == "zero1").lower()}
+        found |= {
+            FULLY: "false",
+            DISTRIBUTED: str(level == "zero1").lower(),
+            DISTRIBUTED_TOO: str(level == "zero1").lower(),
+        }
     elif level is not None:
         found |= {FULLY: "true", STRATEGY: megatron.STRATEGIES[level], "checkpoint.ckpt_format": "fsdp_dtensor"}
     if config.shard_size and config.dp:
@@ -141,7 +144,7 @@ def _flags(config: TrainingConfig) -> dict[str, str]:
     said = {name: str(value).lower() for name in FLAGS if (value := getattr(config, name)) is not None}
     found = {key: said[name] for name, key in FLAGS.items() if name in said and key not in OVERLAPS.values()}
     if "overlap_parameters" in said:
-        found[ALSO[1]] = said["overlap_parameters"]
+        found[GATHERED_TOO] = said["overlap_parameters"]
     if OVERLAPS.keys() & said.keys():
         overlaps = {key: said.get(name, "null") for name, key in OVERLAPS.items()}
         overlaps[OVERLAPS["tensor_overlap"]] = said.get("tensor_overlap", "false")
@@ -293,7 +296,7 @@ def _level(values: Mapping[str, str], source: str) -> str | None:
             known = ", ".join(megatron.STRATEGIES.values())
             raise InputError(f"{source}: {STRATEGY}={named!r} is not one of {known}")
         return level
-    distributed = [_flag(values, key, source) for key in (DISTRIBUTED, ALSO[0]) if key in values]
+    distributed = [_flag(values, key, source) for key in (DISTRIBUTED, DISTRIBUTED_TOO) if key in values]
     return None if not distributed else "zero1" if any(distributed) else "none"
 
 
