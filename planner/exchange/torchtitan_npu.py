@@ -8,13 +8,14 @@ optimizer states on the host without the parameters. Products in 8 bits are torc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from planner.exchange import torchtitan
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
 from planner.exchange.training_config import TrainingConfig
+from simulator.errors import InputError
 
 VERSION = "0.2.2.post2"
 LINEAR, GROUPED = "quantize.linear.mx", "quantize.grouped_mm.mx"
@@ -76,8 +77,8 @@ def read(text: str, source: str) -> ReadConfig:
         changes["offload_optimizer"] = True
         if raw.get(SIZE, "all") != "all":
             notes.append(f"{SIZE} = {raw[SIZE]!r}: all optimizer states are counted on the host")
-    converters = raw.get(CONVERTERS)
-    if isinstance(converters, list) and any(str(name).startswith("quantize.") for name in converters):
+    converters = [str(name) for name in _converters(raw, source)]
+    if any(name.startswith("quantize.") for name in converters):
         changes["precision"] = "fp8"
     if (config.pp or 1) > 1 and config.optimizer_sharding == "zero2":
         changes["optimizer_sharding"] = "zero3"
@@ -85,12 +86,19 @@ def read(text: str, source: str) -> ReadConfig:
         known,
         config=replace(config, **changes),
         not_read=tuple(key for key in known.not_read if key not in READ),
-        violations=(*known.violations, *_broken(raw, changes)),
+        violations=(*known.violations, *_broken(raw, changes, converters)),
         notes=tuple(notes),
     )
 
 
-def _broken(raw: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[Violation]:
+def _converters(raw: Mapping[str, Any], source: str) -> list[Any]:
+    found = raw.get(CONVERTERS, [])
+    if not isinstance(found, list):
+        raise InputError(f"{source}: {CONVERTERS} = {found!r:.60} is no list of names; correct it")
+    return found
+
+
+def _broken(raw: Mapping[str, Any], said: Mapping[str, Any], converters: Sequence[str]) -> Iterator[Violation]:
     """Rules that show in the keys alone."""
     if raw.get(SWAPPED) and raw.get(VIRTUAL):
         rule, remedy = "states are swapped or virtual, not both", f"leave out {SWAPPED} or {VIRTUAL}"
@@ -103,7 +111,7 @@ def _broken(raw: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[Violati
         yield Violation(key=BALANCER, value=str(raw[BALANCER]), rule=rule, remedy="leave it out")
     for kind in (LINEAR, GROUPED):
         recipe = raw.get(f"{kind}.recipe_name", "mxfp8")
-        if kind in (raw.get(CONVERTERS) or ()) and recipe not in ("mxfp8", "hif8"):
+        if kind in converters and recipe not in ("mxfp8", "hif8"):
             rule = "kernels are those of mxfp8 and hif8"
             yield Violation(key=f"{kind}.recipe_name", value=str(recipe), rule=rule, remedy="use one of them")
 

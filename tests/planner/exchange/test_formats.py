@@ -314,6 +314,8 @@ def test_keys_of_torchtitan_npu_that_exclude_each_other_are_named() -> None:
         assert broken
         assert broken[0].key.startswith(key)
         assert not form.read(text, "job.toml").violations
+    with pytest.raises(InputError, match="model.converters = 1 is no list of names"):
+        form.read(text.replace("converters = [", "converters = 1 # ["), "job.toml")
     overlapped = replace(config, tensor_overlap=True)
     assert [one.key for one in form.violations(overlapped)] == ["parallelism.enable_async_tensor_parallel"]
 
