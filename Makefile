@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JUDGES ?= .venv-judges
+MINDSPORE ?= .venv-mindspore
 # A version manager puts a python3.12 on the path that only says it is not chosen.
 JUDGES_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
 	$$python -c 'import venv' 2>/dev/null && echo $$python && break; done)
@@ -10,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 JOBS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow docs fuzz judges lint format types lock audit bench compatibility clean
+.PHONY: help demo test slow docs fuzz judges judge-mindspore lint format types lock audit bench compatibility clean
 
 help:
 	@echo "make demo    set up, calibrate this machine, plan, run for real, write reports/out/demo.html"
@@ -18,6 +19,7 @@ help:
 	@echo "make slow    the tests that take more than a few seconds each"
 	@echo "make judges  Megatron-LM, torchtitan, DeepSpeed and others judge exported files (Python 3.12, about 6 GB)"
 	@echo "make docs    build the documentation as a site in build/site"
+	@echo "make judge-mindspore  MindSpore loads strategy files and saves them again (Python 3.12, about 3 GB)"
 	@echo "make fuzz    a million mutated inputs for every parser"
 	@echo "make lint    ruff, lint and format"
 	@echo "make types   mypy, strict"
@@ -51,16 +53,25 @@ $(JUDGES)/.installed: Makefile
 	$(JUDGES_PYTHON) -m venv $(JUDGES)
 	$(JUDGES)/bin/python -m pip install --quiet torch numpy transformers tensorboard datasets tyro accelerate==1.15.0
 	DS_BUILD_OPS=0 $(JUDGES)/bin/python -m pip install --quiet deepspeed==0.19.8
-	$(JUDGES)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 torchtitan==0.3.0 spmd_types==0.2.3 nemo-automodel==0.7.0
-	$(JUDGES)/bin/python -m pip install --quiet --no-deps --target $(JUDGES)/torchtitan-0.2 torchtitan==0.2.2
+	$(JUDGES)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 torchtitan==0.3.0 spmd_types==0.2.3 nemo-automodel==0.7.0 \
+		megatron-bridge==0.6.2 hydra-core==1.3.4 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3
+	$(JUDGES)/bin/python -m pip install --quiet --no-deps --target $(JUDGES)/torchtitan-0.2 torchtitan==0.2.2 torchtitan-npu==0.2.2.post2
+	@touch $@
+
+$(MINDSPORE)/.installed: Makefile
+	$(JUDGES_PYTHON) -m venv $(MINDSPORE)
+	$(MINDSPORE)/bin/python -m pip install --quiet mindspore==2.10.0
 	@touch $@
 
 ifeq ($(JUDGES_PYTHON),)
-judges:
-	@echo "judges: no Python 3.12 was found, which megatron-core needs; skipped (set JUDGES_PYTHON)"
+judges judge-mindspore:
+	@echo "$@: no Python 3.12 was found, which the frameworks need; skipped (set JUDGES_PYTHON)"
 else
 judges: $(INSTALLED) $(JUDGES)/.installed
-	MESHWRIGHT_JUDGES=$(abspath $(JUDGES))/bin/python $(BIN)/python -m pytest -m slow tests/judges
+	MESHWRIGHT_JUDGES=$(abspath $(JUDGES))/bin/python $(BIN)/python -m pytest -m slow tests/judges/test_judges.py
+
+judge-mindspore: $(INSTALLED) $(MINDSPORE)/.installed
+	MESHWRIGHT_MINDSPORE=$(abspath $(MINDSPORE))/bin/python $(BIN)/python -m pytest -m slow tests/judges/test_mindspore.py
 endif
 
 docs: $(INSTALLED)

@@ -237,7 +237,7 @@ class Actions:
         Parameters
         ----------
         format
-            ``megatron``, ``bridge``, ``torchtitan``, ``torchtitan-0.2``, ``deepspeed``, ``accelerate`` or ``pytorch``.
+            A name of ``export --to``: ``megatron``, ``bridge``, ``torchtitan``, ``deepspeed``, ``pytorch`` and others.
         path
             The file to write; without it nothing is written, and ``.written.text`` holds the text.
         round

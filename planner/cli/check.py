@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 CheckedFormat = Literal[
-    "megatron", "bridge", "torchtitan", "torchtitan-0.2", "deepspeed", "accelerate", "automodel", "mindformers",
-    "mindformers-pynative", "mindspeed", "mindspeed-fsdp2", "galvatron", "simumax",
+    "megatron", "bridge", "torchtitan", "torchtitan-0.2", "torchtitan-npu", "deepspeed", "accelerate", "automodel",
+    "mindformers", "mindformers-pynative", "mindspeed", "mindspeed-fsdp2", "galvatron", "simumax",
 ]  # fmt: skip
 """Formats that are read."""
 

@@ -211,10 +211,15 @@ def _precision(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
 
 
 def environment(config: TrainingConfig) -> dict[str, str]:
-    """Variables that the job needs: one queue keeps sums of tensor and context ranks behind what they wait for."""
+    """Variables that the job needs.
+
+    One queue keeps sums of tensor and context ranks behind what they wait for. Transformer Engine 2.10 would move
+    weights to the host with the activations, and Megatron refuses to start so.
+    """
+    found = {"NVTE_CPU_OFFLOAD_V1": "1"} if config.offload_activations else {}
     if config.optimizer_sharding in ("zero2", "zero3"):
-        return {CONNECTIONS: "8"}
-    return {CONNECTIONS: "1"} if (config.tp or 1) > 1 or (config.cp or 1) > 1 else {}
+        return {CONNECTIONS: "8", **found}
+    return {CONNECTIONS: "1", **found} if (config.tp or 1) > 1 or (config.cp or 1) > 1 else found
 
 
 def write(config: TrainingConfig) -> Written:
@@ -284,7 +289,7 @@ def read(text: str, source: str) -> ReadConfig:
         config=config,
         sizes=sizes,
         not_read=tuple(name for name in options if name not in READ and name not in RENAMED),
-        violations=(*_broken(script, config, sizes), *_grouped(options, config, source)),
+        violations=(*_broken(script, config, sizes), *broken_group(config, GROUP, _number(options, GROUP, source))),
         notes=_other_group(options, config, source),
     )
 
@@ -470,15 +475,15 @@ def _broken(script: Script, config: TrainingConfig, sizes: Mapping[str, int | st
         )
 
 
-def _grouped(options: Mapping[str, tuple[str, ...]], config: TrainingConfig, source: str) -> Iterator[Violation]:
+def broken_group(config: TrainingConfig, key: str, given: int | None) -> Iterator[Violation]:
     """Megatron's rule of interleaved schedules: a group has as many micro-batches as there are ranks, or more."""
     ranks, count = config.pp or 1, config.micro_batches
     if config.schedule != "interleaved_1f1b" or count is None or count < ranks:
         return
-    group = _number(options, GROUP, source) or ranks
+    group = given or ranks
     if not ranks <= group <= count or 0 < count % group < ranks:
         yield Violation(
-            key=GROUP,
+            key=key,
             value=str(group),
             rule=f"groups of the {count} micro-batches, the last one too, have at least {ranks}, one a pipeline rank",
             remedy=f"use {interleaved_group(ranks, count)}",

@@ -16,11 +16,12 @@ from planner.exchange.mindspore.graph_yaml import MINDFORMERS
 from planner.exchange.mindspore.pynative import MINDFORMERS_PYNATIVE
 from planner.exchange.simumax import SIMUMAX
 from planner.exchange.torchtitan import TORCHTITAN, TORCHTITAN_OLD
+from planner.exchange.torchtitan_npu import TORCHTITAN_NPU
 
 FORMATS: Mapping[str, ExchangeFormat] = {
     one.name: one
     for one in (
-        *(MINDSPEED, MEGATRON, TORCHTITAN_OLD, TORCHTITAN, DEEPSPEED, ACCELERATE, BRIDGE, AUTOMODEL),
+        *(MINDSPEED, MEGATRON, TORCHTITAN_NPU, TORCHTITAN_OLD, TORCHTITAN, DEEPSPEED, ACCELERATE, BRIDGE, AUTOMODEL),
         *(MINDFORMERS, MINDFORMERS_PYNATIVE, MINDSPEED_FSDP2, GALVATRON, SIMUMAX),
     )
 }

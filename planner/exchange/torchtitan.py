@@ -11,14 +11,13 @@ from __future__ import annotations
 import ast
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 from planner.exchange.formats import (
-    CONFIGURATION,
     ExchangeFormat,
     ReadConfig,
     Violation,
@@ -26,6 +25,7 @@ from planner.exchange.formats import (
     divides,
     unnamed_stages,
 )
+from planner.exchange.keyed import Document
 from planner.exchange.shell import read_script
 from planner.exchange.training_config import TrainingConfig, layers_of_parts, module_parts
 from simulator.errors import InputError
@@ -125,7 +125,7 @@ def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
     if config.sequence_length:
         training["seq_len"] = config.sequence_length
     training["mixed_precision_param"] = "float32" if config.precision == "fp32" else "bfloat16"
-    if config.offload_optimizer:
+    if config.offload_parameters:
         training["enable_cpu_offload"] = True
     found = {f"training.{key}": value for key, value in training.items()}
     found |= {f"parallelism.{key}": value for key, value in parallel.items()}
@@ -137,18 +137,21 @@ def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
 
 def write_toml(config: TrainingConfig) -> Written:
     """The TOML file of torchtitan 0.2."""
-    found = values(config, OLD)
-    found["activation_checkpoint.mode"] = config.recompute or "none"
+    said = f"# A plan of Meshwright for torchtitan {OLD.version}: put these keys into your job's file."
+    return toml(values(config, OLD), config, [said])
+
+
+def toml(found: Mapping[str, Any], config: TrainingConfig, comments: Sequence[str]) -> Written:
+    """A TOML file of values by dotted key, and of what a configuration computes again, behind comments."""
+    again = {"activation_checkpoint.mode": config.recompute or "none"}
     if config.recompute == "selective":
-        found["activation_checkpoint.selective_ac_option"] = "op"
-    lines = [
-        f"# A plan of Meshwright for torchtitan {OLD.version}: put these keys into your job's file.",
-    ]
-    for section in ("training", "parallelism", "activation_checkpoint", "compile"):
-        keys = {key.partition(".")[2]: value for key, value in found.items() if key.startswith(f"{section}.")}
-        if keys:
-            lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
-    return Written(text="\n".join(lines) + "\n")
+        again["activation_checkpoint.selective_ac_option"] = "op"
+    sections: dict[str, list[str]] = {}
+    for key, value in {**found, **again}.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
+    lines = [line for section, keys in sections.items() for line in ("", f"[{section}]", *keys)]
+    return Written(text="\n".join([*comments, *lines]) + "\n")
 
 
 def write_python(config: TrainingConfig) -> Written:
@@ -207,32 +210,18 @@ def _path(node: ast.AST) -> list[str]:
     return [*reversed([*names, node.id])] if isinstance(node, ast.Name) else []
 
 
-def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of sections, ``section.key``."""
-    found: dict[str, Any] = {}
-    for section, keys in document.items():
-        if isinstance(keys, Mapping):
-            found |= {f"{section}.{key}": value for key, value in keys.items()}
-        else:
-            found[section] = keys
-    return found
-
-
-def _raw(text: str, source: str) -> dict[str, Any]:
+def raw_values(text: str, source: str) -> dict[str, Any]:
     """Keys of a TOML file, a resolved configuration in JSON, a Python file, or ``--section.key`` of a script."""
     if source.endswith(".py") or "config.parallelism." in text:
         return _python_values(text, source)
     if text.lstrip().startswith("{"):
-        document = CONFIGURATION.json(text, source)
-        if not isinstance(document, Mapping):
-            raise InputError(f"{source} is no JSON object; give a resolved configuration of torchtitan")
-        return _flat(document)
+        return Document.json(text, source, "torchtitan").values
     if "--parallelism." in text or "--training." in text:
         options = read_script(text).options
         dotted = {name[2:].replace("-", "_"): value for name, value in options.items() if "." in name}
         return {key: _literal(value[0]) if value else True for key, value in dotted.items()}
     try:
-        return _flat(tomllib.loads(text))
+        return Document(tomllib.loads(text), source, "torchtitan").values
     except (ValueError, RecursionError) as error:
         raise InputError(f"{source} is no TOML file: {error}; correct it") from error
 
@@ -252,7 +241,7 @@ def read(text: str, source: str, *, era: Era) -> ReadConfig:
     InputError
         The file is none, or a value is of a wrong type.
     """
-    raw = _raw(text, source)
+    raw = raw_values(text, source)
     found: dict[str, Any] = {name: _number(raw, f"parallelism.{key}", source, 1) for name, key in DEGREES.items()}
     tensor, pipeline, context = found["tp"], found["pp"], found["cp"]
     replicas = _number(raw, "parallelism.data_parallel_replicate_degree", source, 1)

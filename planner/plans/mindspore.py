@@ -8,6 +8,9 @@ for each dim the axis that cuts it, counted from the right; -1 is none.
 MindSpore has no words for schedules, micro-batches, recomputation or terms of sums. What `export_plan` writes
 therefore holds the whole strategy file as well, under ``meshwright``, which other readers pass over: so a plan that
 is saved and loaded is the same plan. A digest tells when the rest of the file was edited afterwards.
+
+MindSpore finds the strategy of an operator by its kind and its first parameter, ``MatMul_blocks.0.expand.weight``. The
+layers of ``mindspore.nn`` stand in the file under such names too.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ KEYS = (
     "parallel_newshape_layout_value_item",
     "parallel_out_newshape_layout_value_item",
 )
+LAYERS = ("MatMul", "BiasAdd", "Gather", "LayerNorm")
+"""Kinds of operators that stand under MindSpore's names."""
 Document = Mapping[str, Any]
 TensorMap = list[list[int]]
 
@@ -132,7 +137,7 @@ def strategy_items(plan: Plan, graph: OperatorGraph) -> dict[str, Any]:
             maps[node.name] = {str(i): matrix.layout(p, d) for i, (p, d) in enumerate(zip(placed, dims, strict=True))}
     return {
         "current_stage": 1,
-        "parallel_strategy_item": inputs,
+        "parallel_strategy_item": {**inputs, **_layers(whole, inputs, outputs)},
         "parallel_out_strategy_item": outputs,
         "parallel_layout_item": {
             parameter.name: matrix.parameter(
@@ -144,6 +149,51 @@ def strategy_items(plan: Plan, graph: OperatorGraph) -> dict[str, Any]:
         "parallel_layout_value_item": layouts,
         "parallel_out_layout_value_item": out_layouts,
     }
+
+
+def _layers(graph: OperatorGraph, inputs: Document, outputs: Document) -> dict[str, Any]:
+    """Parts of the operators of layers of ``mindspore.nn`` whose modules are called as in the network.
+
+    ``Dense`` multiplies a matrix by its weight as it is stored, and adds its bias in an operator of its own.
+    ``Embedding`` looks a row of ids up, so that only their first dim may be cut, and calls its weight a table.
+    """
+    found: dict[str, Any] = {}
+    tables = {
+        _parameter(graph, node.tensor_inputs[0].node)[0] for node in graph.nodes if node.op == "aten.embedding.default"
+    }
+
+    def add(kind: str, parameter: str, stage: int, *parts: Sequence[int]) -> None:
+        name = parameter
+        if parameter in tables or kind == "LayerNorm":
+            ending = ".embedding_table" if parameter in tables else ".gamma"
+            name = parameter.removesuffix(".weight") + ending
+        if parameter:
+            found.setdefault(f"{kind}_{name}", {"stage": stage, "parallel_strategy": [list(part) for part in parts]})
+
+    for node in graph.nodes:
+        if node.name not in inputs:
+            continue
+        stage, read = inputs[node.name]["stage"], inputs[node.name]["parallel_strategy"]
+        (made, *_) = outputs[node.name]["parallel_strategy"]
+        names = [_parameter(graph, ref.node) for ref in node.tensor_inputs]
+        if node.op in ("aten.mm.default", "aten.addmm.default"):
+            weight, turned = names[-1]
+            add("MatMul", weight, stage, read[-2], read[-1][::-1] if turned else read[-1])
+            if len(read) == 3:
+                add("BiasAdd", names[0][0], stage, made, made[-1:])
+        elif node.op == "aten.embedding.default" and all(count == 1 for count in read[1][1:]):
+            add("Gather", names[0][0], stage, read[0], read[1][:1])
+        elif node.op == "aten.native_layer_norm.default" and len(read) == 3:
+            add("LayerNorm", names[1][0], stage, *read)
+    return found
+
+
+def _parameter(graph: OperatorGraph, index: int) -> tuple[str, bool]:
+    """The parameter that a node is, or turns on its side; "" for anything else."""
+    node, turned = graph.nodes[index], False
+    while node.op == "aten.t.default":
+        node, turned = graph.nodes[node.tensor_inputs[0].node], not turned
+    return (node.name if node.role is Role.PARAMETER else ""), turned
 
 
 class _DeviceMatrix:
@@ -236,6 +286,8 @@ def _digest(items: Document) -> str:
 def parts_by_operator(document: Document, source: str) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Parts of each dim of each input, by operator, of a file that any program wrote.
 
+    What `export_plan` writes under MindSpore's names beside its own says nothing more, and is left out.
+
     Raises
     ------
     StrategyError
@@ -244,7 +296,12 @@ def parts_by_operator(document: Document, source: str) -> dict[str, tuple[tuple[
     items = document.get("parallel_strategy_item", {})
     if not isinstance(items, Mapping):
         raise StrategyError(f"{source}: parallel_strategy_item is no object of operators; correct it")
-    return {str(name): _parts(item, f"{source}: parallel_strategy_item.{name}") for name, item in items.items()}
+    ours = any("/" in str(name) for name in items)
+    return {
+        str(name): _parts(item, f"{source}: parallel_strategy_item.{name}")
+        for name, item in items.items()
+        if not (ours and str(name).partition("_")[0] in LAYERS)
+    }
 
 
 def _parts(item: object, place: str) -> tuple[tuple[int, ...], ...]:

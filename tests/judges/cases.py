@@ -65,7 +65,17 @@ def spoiled(form: ExchangeFormat, config: TrainingConfig) -> Iterator[tuple[Trai
             else {"overlap_parameters": True, "optimizer_sharding": "none", "shard_size": 0}
         ),
     ]
+    if form.name == "torchtitan-npu":
+        changes.append({"precision": "fp8", "tensor_overlap": True, "tp": 2 * (config.tp or 1)})
     files = [(other, form.write(other).text) for change in changes for other in [replace(config, **change)]]
+    if form.name == "torchtitan-npu":
+        text = form.write(replace(config, offload_optimizer=True, offload_parameters=False)).text
+        files += [
+            (config, text.replace("swap_optimizer", "virtual_optimizer")),
+            (config, text.replace("swap_optimizer = true", "swap_optimizer = true\nvirtual_optimizer = true")),
+        ]
+    if form.name == "bridge":
+        files.append((config, form.write(config).text.replace("sequence_parallel=false", "sequence_parallel=0")))
     if form.name == "deepspeed":  # whose batches say how many ranks there are
         batch = config.global_batch or 1
         files.append((config, form.write(config).text.replace(f'_size": {batch},', f'_size": {batch + 1},', 1)))

@@ -12,11 +12,19 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
+from dataclasses import fields
+from importlib import import_module, metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+OLDER = "torchtitan-0.2"
+"""Folder of the environment with torchtitan 0.2 and what needs it."""
+
+LAYOUT = "model.pipeline_model_parallel_layout"
 MODEL = (
     *(
         "--num-layers",
@@ -104,7 +112,7 @@ def torchtitan(file: str, case: dict[str, Any]) -> None:
         ]
 
 
-def older_torchtitan(file: str, case: dict[str, Any]) -> None:
+def older_torchtitan(file: str, case: dict[str, Any]) -> Any:
     """Read the TOML file as a job's, and check degrees and batches."""
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
@@ -135,6 +143,67 @@ def older_torchtitan(file: str, case: dict[str, Any]) -> None:
         looped = issubclass(get_schedule_class(said.pipeline_parallel_schedule), PipelineScheduleMulti)
         assert len(parts) % dims.pp == 0, "parts"
         assert (len(parts) // dims.pp >= 2) == looped, "parts a rank"
+    return config, dims
+
+
+def npu_torchtitan(file: str, case: dict[str, Any]) -> None:
+    """The same with the classes of torchtitan-npu; then its optimizers, attention over context ranks and products."""
+    stand_in("torch_npu", "2.10.0").npu.get_device_name.return_value = "Ascend950"
+    for name in ("torchtitan_npu", "torchtitan_npu.converters"):  # whose own imports need a device
+        bare(name, Path(sys.prefix) / OLDER / name.replace(".", "/"))
+    from torch.nn import Linear
+    from torchtitan_npu.converters.quant_converter import MXGroupedMMConverter, MXLinearConverter
+    from torchtitan_npu.patches.distributed.custom_context_parallel import validate_ulysses_configs
+    from torchtitan_npu.patches.optimizer.virtual_optimizer import build_optimizers_with_virtual_optimizer
+
+    config, dims = older_torchtitan(file, case)
+    if config.optimizer.virtual_optimizer:  # swapped states alone are built on a device, and have no rule
+        build_optimizers_with_virtual_optimizer([Linear(1, 1)], config.optimizer, dims)
+    if config.parallelism.enable_custom_context_parallel and dims.cp > 1:
+        ranks = SimpleNamespace(size=lambda: dims.cp)
+        validate_ulysses_configs(job_config=config, model_args=SimpleNamespace(n_heads=64), cp_mesh=ranks)
+    for kind, converter in (("linear", MXLinearConverter), ("grouped_mm", MXGroupedMMConverter)):
+        if f"quantize.{kind}.mx" in config.model.converters:
+            converter(config, dims)
+
+
+def bare(name: str, folder: Path) -> None:
+    """A package whose own module is not run, but whose parts can be imported."""
+    if name not in sys.modules:
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(folder)]
+
+
+def stand_in(name: str, version: str) -> Any:
+    """A package of which every part exists and does nothing, for one that needs a device."""
+
+    class Part(ModuleType):
+        """Classes where names begin with a capital letter, for they may be bases; and what can be called."""
+
+        __version__ = version
+
+        def __getattr__(self, part: str) -> Any:
+            if part.startswith("__"):
+                raise AttributeError(part)
+            found = type(part, (), {}) if part[0].isupper() else MagicMock(name=part)
+            setattr(self, part, found)
+            return found
+
+    class Finder(MetaPathFinder, Loader):
+        """Finds parts of the package, and of no other."""
+
+        def find_spec(self, found: str, path: Any = None, target: Any = None) -> Any:
+            return ModuleSpec(found, self, is_package=True) if f"{found}.".startswith(f"{name}.") else None
+
+        def create_module(self, spec: ModuleSpec) -> Any:
+            return Part(spec.name)
+
+        def exec_module(self, module: Any) -> None:
+            pass
+
+    if name not in sys.modules:
+        sys.meta_path.insert(0, Finder())
+    return import_module(name)
 
 
 def automodel(file: str, case: dict[str, Any]) -> None:
@@ -177,10 +246,88 @@ def automodel(file: str, case: dict[str, Any]) -> None:
         assert (len(parts) // stages >= 2) == looped, "parts a rank"
 
 
+def bridge(file: str, case: dict[str, Any]) -> None:
+    """Override a recipe with Hydra as its scripts do, and finish the configuration as training does.
+
+    What is overridden must still hold then: Megatron-Bridge changes some values without a word.
+    """
+    config_module, recipe = bridge_parts()
+    import torch
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="NVIDIA H100")
+    first, *lines = [line for line in Path(file).read_text().splitlines() if "=" in line]
+    variables = ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_CPU_OFFLOAD_V1")
+    for name in variables:
+        os.environ.pop(name, None)
+    os.environ |= {"WORLD_SIZE": str(case["devices"]), "RANK": "0"}
+    os.environ |= dict(word.split("=") for word in first.split() if word.startswith(variables))
+    config = recipe()
+    experts = {"num_moe_experts": 256, "moe_router_topk": 2, "moe_grouped_gemm": True} if case["experts"] else {}
+    config.model = GPTModelProvider(
+        num_layers=48, hidden_size=4096, num_attention_heads=64, vocab_size=32000, add_bias_linear=False, **experts
+    )
+    given = [line for line in lines if not line.startswith("#")]
+    process_config_with_overrides(config, cli_overrides=given)
+    keys = [line.partition("=")[0].lstrip("+") for line in given]
+    asked = {key: value_of(config, key) for key in keys if key not in DERIVED}
+    for key, value in asked.items():
+        check_type(value_of(config, key.rpartition(".")[0]), key.rpartition(".")[2], value)
+    config_module.runtime_config_update(config)
+    changed = {key: value for key, value in asked.items() if value_of(config, key) != value}
+    assert not changed, f"{changed} did not last"
+    model, ranks = config.model, config.data_parallel_size
+    each = model.expert_model_parallel_size * model.expert_tensor_parallel_size * model.pipeline_model_parallel_size
+    assert case["devices"] % each == 0, "expert ranks do not divide the world"  # megatron/core/parallel_state.py
+    assert ranks % config.ddp.num_distributed_optimizer_instances == 0, "instances"  # the same file
+    assert config.train.global_batch_size % (config.train.micro_batch_size * ranks) == 0, "batch"
+    # Else the first step has no sizes to gather: megatron/core/distributed/param_and_grad_buffer.py
+    assert config.ddp.use_distributed_optimizer or not config.ddp.overlap_param_gather, "overlap_param_gather"
+
+
+DERIVED = {"mixed_precision", "comm_overlap._target_", "model.virtual_pipeline_model_parallel_size", LAYOUT}
+"""Keys that Megatron-Bridge replaces by what they mean."""
+
+
+def check_type(record: Any, name: str, value: Any) -> None:
+    """That a field of a dataclass has a value of its type."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    (kind,) = (one.type for one in fields(record) if one.name == name)
+    if isinstance(kind, str):
+        kind = eval(kind, vars(sys.modules[type(record).__module__]))
+    TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value, strict=True)
+
+
+def value_of(config: Any, path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def bridge_parts() -> tuple[Any, Any]:
+    """Megatron-Bridge's module of configurations, and the recipe that others begin with.
+
+    Its packages import every model and what they need: those on the way are replaced by bare ones.
+    """
+    stand_in("transformer_engine", "2.12.0")
+    stand_in("megatron.energon", "1.0")
+    names = ("megatron.bridge", *(f"megatron.bridge.{name}" for name in ("models", "training", "recipes")))
+    root = next(Path(place) for place in import_module("megatron").__path__ if (Path(place) / "bridge").is_dir())
+    for name in (*names, "megatron.bridge.models.conversion"):
+        bare(name, root / Path(*name.split(".")[1:]))
+    models: Any = sys.modules["megatron.bridge.models"]
+    models.GPTModelProvider = import_module("megatron.bridge.models.gpt_provider").GPTModelProvider
+    models.T5ModelProvider = import_module("megatron.bridge.models.t5_provider").T5ModelProvider
+    recipe = import_module("megatron.bridge.recipes.common")._pretrain_common
+    return import_module("megatron.bridge.training.config"), recipe
+
+
 def vars_of(record: Any) -> list[str]:
     """Names of the fields of a dataclass or of one of its records."""
-    from dataclasses import fields
-
     return [one.name for one in fields(record)]
 
 
@@ -229,11 +376,18 @@ JUDGES = {
     "megatron": megatron,
     "torchtitan": torchtitan,
     "torchtitan-0.2": older_torchtitan,
+    "torchtitan-npu": npu_torchtitan,
     "deepspeed": deepspeed,
     "accelerate": accelerate,
     "automodel": automodel,
+    "bridge": bridge,
 }
-PACKAGES = {"megatron": "megatron-core", "torchtitan-0.2": "torchtitan", "automodel": "nemo-automodel"}
+PACKAGES = {
+    "megatron": "megatron-core",
+    "torchtitan-0.2": "torchtitan",
+    "automodel": "nemo-automodel",
+    "bridge": "megatron-bridge",
+}
 
 
 def verdict(case: dict[str, Any]) -> str:
@@ -250,8 +404,8 @@ def verdict(case: dict[str, Any]) -> str:
 if __name__ == "__main__":
     cases = json.load(sys.stdin)
     form = cases[0]["format"]
-    if form == "torchtitan-0.2":  # beside the current release, in a folder of its own
-        sys.path.insert(0, str(Path(sys.prefix) / "torchtitan-0.2"))
+    if form in ("torchtitan-0.2", "torchtitan-npu"):  # beside the current release, in a folder of its own
+        sys.path.insert(0, str(Path(sys.prefix) / OLDER))
     found = [verdict(case) for case in cases]
     package = PACKAGES.get(form, form)
     sys.stdout.write("\n" + json.dumps({"verdicts": found, "version": f"{package} {metadata.version(package)}"}))

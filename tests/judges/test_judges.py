@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from planner.exchange.formats import ExchangeFormat
 from planner.exchange.registry import FORMATS
 from planner.exchange.training_config import TrainingConfig
 from tests.judges.cases import case_of, drawn, spoiled, spread
@@ -26,16 +26,39 @@ pytestmark = [
 ]
 
 
-def judged(form: ExchangeFormat, files: list[tuple[TrainingConfig, str]], folder: Path) -> tuple[list[str], str]:
-    """What a framework says of files, in a process of its own environment, and the framework's version."""
-    cases = [case_of(form, config, text, folder / f"{n}{form.suffix}") for n, (config, text) in enumerate(files)]
+@pytest.fixture(scope="module", params=JUDGES)
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Judged:
+    """What a framework says of legal and illegal files, in one process of its own environment."""
+    form = FORMATS[request.param]
+    configs = drawn(form, COUNT)
+    legal = [(config, form.write(config).text) for config in configs]
+    illegal = spread([file for config in configs for file in spoiled(form, config)], COUNT)
+    folder = tmp_path_factory.mktemp("judged")
+    cases = [
+        case_of(form, config, text, folder / f"{number}{form.suffix}")
+        for number, (config, text) in enumerate([*legal, *illegal])
+    ]
     script = Path(__file__).with_name("judge.py")
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [PYTHON, str(script)], input=json.dumps(cases), capture_output=True, text=True, check=True, env=clean
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    return found["verdicts"], found["version"]
+    verdicts = found["verdicts"]
+    return Judged(
+        version=found["version"],
+        legal=[*zip(legal, verdicts[: len(legal)], strict=True)],
+        illegal=[*zip(illegal, verdicts[len(legal) :], strict=True)],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Files with what a framework of some version says of them; nothing where it takes them."""
+
+    version: str
+    legal: list[tuple[tuple[TrainingConfig, str], str]]
+    illegal: list[tuple[tuple[TrainingConfig, str], str]]
 
 
 def show(capsys: pytest.CaptureFixture[str], version: str, kind: str, tried: int, disagreements: int) -> None:
@@ -44,23 +67,15 @@ def show(capsys: pytest.CaptureFixture[str], version: str, kind: str, tried: int
         print(f"\n{version}: {tried} {kind} files tried, {disagreements} disagreements")
 
 
-@pytest.mark.parametrize("name", JUDGES)
-def test_what_is_exported_is_legal(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    form = FORMATS[name]
-    files = [(config, form.write(config).text) for config in drawn(form, COUNT)]
-    assert len(files) == COUNT
-    verdicts, version = judged(form, files, tmp_path)
-    refused = [(config, verdict) for (config, _), verdict in zip(files, verdicts, strict=True) if verdict]
-    show(capsys, version, "legal", len(files), len(refused))
+def test_what_is_exported_is_legal(judged: Judged, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = [(config, verdict) for (config, _), verdict in judged.legal if verdict]
+    show(capsys, judged.version, "legal", len(judged.legal), len(refused))
+    assert len(judged.legal) == COUNT
     assert refused == []
 
 
-@pytest.mark.parametrize("name", JUDGES)
-def test_what_is_called_illegal_is_illegal(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    form = FORMATS[name]
-    files = spread([file for config in drawn(form, COUNT) for file in spoiled(form, config)], COUNT)
-    assert len(files) == COUNT
-    verdicts, version = judged(form, files, tmp_path)
-    taken = [text for (_, text), verdict in zip(files, verdicts, strict=True) if not verdict]
-    show(capsys, version, "illegal", len(files), len(taken))
+def test_what_is_called_illegal_is_illegal(judged: Judged, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = [text for (_, text), verdict in judged.illegal if not verdict]
+    show(capsys, judged.version, "illegal", len(judged.illegal), len(taken))
+    assert len(judged.illegal) == COUNT
     assert taken == []

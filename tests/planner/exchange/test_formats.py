@@ -182,6 +182,35 @@ USERS_FILES: dict[str, tuple[str, dict[str, object]]] = {
             "devices": None,
         },
     ),
+    "torchtitan-npu": (
+        """
+        [job]
+        custom_config_module = "torchtitan_npu.config.custom_config"
+        [model]
+        name = "deepseek_v3"
+        converters = ["npu_rms_norm", "quantize.linear.mx"]
+        [quantize.linear.mx]
+        recipe_name = "hif8"
+        [optimizer]
+        virtual_optimizer = true
+        virtual_optimizer_size = "all"
+        [training]
+        local_batch_size = 4
+        [parallelism]
+        data_parallel_shard_degree = 4
+        context_parallel_degree = 2
+        pipeline_parallel_degree = 2
+        enable_custom_context_parallel = true
+        """,
+        {
+            "devices": 16,
+            "context_algorithm": "all_to_all",
+            "precision": "fp8",
+            "offload_optimizer": True,
+            "offload_parameters": False,
+            "optimizer_sharding": "zero3",
+        },
+    ),
     "galvatron": (
         """{"pp_deg": 2, "tp_sizes_enc": "4,4,2", "dp_types_enc": "0,0,0", "use_sp": "0,0,0", "checkpoint": "1,0,0",
         "global_bsz": 64, "chunks": 8, "pp_division": "2,1", "pipeline_type": "pipedream_flush",
@@ -210,6 +239,7 @@ def test_files_that_users_write_are_read(name: str) -> None:
         "galvatron": ("tp_sizes_enc",),
         "mindformers": ("seed",),
         "mindformers-pynative": ("training.steps",),
+        "torchtitan-npu": ("model.name",),
     }
     assert read.not_read == others.get(name, ())
 
@@ -222,6 +252,80 @@ def test_what_computes_again_layer_by_layer_is_rounded_to_more() -> None:
         rounded(replace(mixed, recompute_layers=("full", "selective") * 16), FORMATS["galvatron"].table).recompute
         == "full"
     )
+
+
+def test_overrides_hold_whatever_the_recipe_of_megatron_bridge_says() -> None:
+    """Most recipes have no section `comm_overlap`, and what an optimizer says of itself held over what `ddp` says."""
+    form = FORMATS["bridge"]
+    lines = form.write(usual(optimizer_sharding="none", overlap_parameters=False)).text.splitlines()
+    assert {
+        "++comm_overlap._target_=megatron.bridge.training.comm_overlap.CommOverlapConfig",
+        "++comm_overlap.tp_comm_overlap=false",
+        "optimizer.use_distributed_optimizer=false",
+        "optimizer.overlap_param_gather=false",
+        "ddp.use_megatron_fsdp=false",
+        "model.seq_length=4096",
+        "model.recompute_method=null",
+        "model.pipeline_model_parallel_layout=null",
+    } <= {*lines}
+    assert "checkpoint.ckpt_format=fsdp_dtensor" in form.write(usual(optimizer_sharding="zero3", pp=1)).text
+    interleaved = usual(schedule="interleaved_1f1b", vpp=2, global_batch=48)
+    assert "model.microbatch_group_size_per_vp_stage=6" in form.write(interleaved).text
+    assert not form.violations(interleaved)
+
+
+@pytest.mark.parametrize("name", ["megatron", "bridge"])
+def test_activations_on_the_host_name_the_variable_that_keeps_weights(name: str) -> None:
+    written = FORMATS[name].write(usual(offload_activations=True))
+    assert written.environment["NVTE_CPU_OFFLOAD_V1"] == "1"
+    assert "NVTE_CPU_OFFLOAD_V1=1" in written.text
+    assert "NVTE_CPU_OFFLOAD_V1" not in FORMATS[name].write(usual()).environment
+
+
+def test_what_megatron_bridge_turns_off_is_a_note_and_what_it_refuses_a_violation() -> None:
+    form = FORMATS["bridge"]
+    text = form.write(usual(tensor_overlap=True)).text
+    alone = form.read(text.replace("model.sequence_parallel=true", "model.sequence_parallel=false"), "job")
+    assert (alone.config.tensor_overlap, len(alone.notes)) == (False, 1)
+    assert not alone.violations
+    assert not form.violations(alone.config)
+    assert form.read(text, "job").config.tensor_overlap
+    shorter = form.read(text.replace("model.seq_length=4096", "model.seq_length=2048"), "job")
+    assert [one.key for one in shorter.violations] == ["model.seq_length"]
+    with pytest.raises(InputError, match=r"model.sequence_parallel='1' is neither true nor false"):
+        form.read(text.replace("model.sequence_parallel=true", "model.sequence_parallel=1"), "job")
+    grouped = form.write(usual(schedule="interleaved_1f1b", vpp=2, global_batch=48)).text
+    broken = form.read(grouped.replace("per_vp_stage=6", "per_vp_stage=5"), "job").violations
+    assert [one.key for one in broken] == ["model.microbatch_group_size_per_vp_stage"]
+
+
+def test_keys_of_torchtitan_npu_that_exclude_each_other_are_named() -> None:
+    form = FORMATS["torchtitan-npu"]
+    said = {"cp": 2, "context_algorithm": "all_to_all", "optimizer_sharding": "zero3", "offload_optimizer": True}
+    config = usual(**said, precision="fp8", global_batch=128, pp=1, schedule="none")
+    text = form.write(config).text
+    for old, new, key in (
+        ("swap_optimizer = true", "swap_optimizer = true\nvirtual_optimizer = true", "optimizer.virtual_optimizer"),
+        ("swap_optimizer", "virtual_optimizer", "optimizer.virtual_optimizer_size"),
+        ("enable_custom", 'context_parallel_load_balancer = "headtail"\nenable_custom', "parallelism.context_"),
+        ("mxfp8", "mxfp8_cublas", "quantize.linear.mx.recipe_name"),
+    ):
+        broken = form.read(text.replace(old, new, 1), "job.toml").violations
+        assert broken
+        assert broken[0].key.startswith(key)
+        assert not form.read(text, "job.toml").violations
+    with pytest.raises(InputError, match="model.converters = 1 is no list of names"):
+        form.read(text.replace("converters = [", "converters = 1 # ["), "job.toml")
+    overlapped = replace(config, tensor_overlap=True)
+    assert [one.key for one in form.violations(overlapped)] == ["parallelism.enable_async_tensor_parallel"]
+
+
+def test_attention_by_all_to_all_is_of_one_model_of_torchtitan_npu() -> None:
+    form = FORMATS["torchtitan-npu"]
+    config = usual(cp=2, context_algorithm="all_to_all", optimizer_sharding="zero3")
+    read = form.read(form.write(config).text.replace("[model]", "") + '\n[model]\nname = "llama3"\n', "job.toml")
+    assert read.config.context_algorithm == "ring"
+    assert "llama3 has no attention by all-to-all" in read.notes[0]
 
 
 def test_groups_of_shards_are_gone_from_deepspeed() -> None:

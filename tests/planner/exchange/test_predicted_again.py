@@ -22,7 +22,7 @@ from planner.plans.request import PlanRequest
 from simulator.errors import InputError
 from tests.planner.exchange.training_configs import usual
 
-WHOLE = ("megatron", "bridge", "mindspeed", "torchtitan", "torchtitan-0.2", "mindformers")
+WHOLE = ("megatron", "bridge", "mindspeed", "torchtitan", "torchtitan-0.2", "torchtitan-npu", "mindformers")
 """Formats that say all of a plan: none leaves batch, length or recomputation to the user's code."""
 EXPERTS = {
     "model_type": "mixtral", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
@@ -138,7 +138,7 @@ def test_chunks_without_layers_are_refused_where_a_file_cannot_say_them() -> Non
 
 def test_context_ranks_of_torchtitan_shard_parameters() -> None:
     """Without data-parallel ranks too: FSDP works over both axes."""
-    for name in ("torchtitan", "torchtitan-0.2"):
+    for name in ("torchtitan", "torchtitan-0.2", "torchtitan-npu"):
         form = FORMATS[name]
         config = usual(devices=8, tp=1, etp=1, pp=1, schedule="none", cp=8, context_algorithm="ring", layers=())
         config = replace(config, sequence_parallel=False, global_batch=16)

@@ -14,13 +14,14 @@ from typer.testing import CliRunner
 from planner.cli.app import app
 from planner.graph.operator_graph import Role
 from planner.plans.file import export_mindspore, read_plan, write_plan
-from planner.plans.mindspore import is_mindspore, parts_by_operator, strategy_items
+from planner.plans.hints import load_hints
+from planner.plans.mindspore import LAYERS, is_mindspore, parts_by_operator, strategy_items
 from planner.plans.plan import Plan
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import Rule
 from simulator.errors import StrategyError
 from simulator.program import Phase
-from tests.planner.lowering.plans import one_stage
+from tests.planner.lowering.plans import MEGATRON, one_stage
 from tests.planner.search.problems import captured
 
 NETWORK = "gpt2-tiny"
@@ -66,6 +67,25 @@ def test_the_parts_are_those_of_the_placements(tmp_path: Path) -> None:
             cut = [prod(layout["dev_matrix"][-1 - axis] for axis in row if axis >= 0) for row in layout["tensor_map"]]
             assert cut == parts
             assert layout["alias_name"] == ["data", "tensor"]
+
+
+def test_layers_stand_under_the_names_that_mindspore_looks_for(tmp_path: Path) -> None:
+    """It took no strategy from our files: it asks for the kind of an operator and its first parameter."""
+    plan = one_stage(NETWORK, axes=(("data", 2), ("tensor", 4)), hints=MEGATRON)
+    path, document = exported(tmp_path, plan)
+    items = {name: item["parallel_strategy"] for name, item in document["parallel_strategy_item"].items()}
+    assert items["MatMul_blocks.0.expand.weight"] == [[2, 1], [4, 1]]
+    assert items["BiasAdd_blocks.0.expand.bias"] == [[2, 4], [4]]
+    assert items["MatMul_blocks.3.contract.weight"] == [[2, 4], [1, 4]]
+    assert items["LayerNorm_norm.gamma"] == [[2, 1, 1], [1], [1]]
+    assert items["Gather_token_embedding.embedding_table"] == [[1, 1], [2]]
+    assert items["MatMul_token_embedding.embedding_table"] == [[2, 1], [1, 1]]
+    layers = {name for name in items if name.partition("_")[0] in LAYERS}
+    assert len(layers) == 2 + 4 * (2 + 2 * 6) + 1 + 1
+    assert parts_by_operator(document, "file").keys() == items.keys() - layers
+    del document["meshwright"]
+    path.write_text(json.dumps(document))
+    assert {one.pattern for one in load_hints(path)} <= items.keys() - layers
 
 
 def test_parameters_in_the_words_of_mindspore(tmp_path: Path) -> None:
