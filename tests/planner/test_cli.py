@@ -210,6 +210,7 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         (["paln"], ["paln"]),
         (["simulate", "none.json"], ["none.json", "does not exist"]),
         (["simulate"], ["STRATEGY"]),
+        (["export", ".", "--to", "megatron"], ["'.'", "a folder, not a regular file"]),
         (["execute", "none.json"], ["none.json", "does not exist"]),
         (["execute", "none.json", "--steps", "0"], ["'0'", "at least 1"]),
         (["execute", "none.json", "--learning-rate", "nan"], ["'nan'", "above 0", "0.001"]),
@@ -350,6 +351,7 @@ def test_a_failed_run_gives_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None
         raise ExecutionError("rank 1 failed")
 
     monkeypatch.setattr(planner.execution.run, "execute", fail)
+    write_plan(make_plan(), "strategy.json")
     result = run("execute", "strategy.json")
     assert (result.exit_code, result.stderr) == (4, "meshwright: rank 1 failed\n")
 
