@@ -18,6 +18,12 @@ CONFIGS = {
     "checked": ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}, "attention heads"),
     "no_width": ({"model_type": "mixtral", "hidden_size": 17, "num_attention_heads": 256}, "256 attention heads"),
     "activation": ({"model_type": "bert", "hidden_act": "gelo"}, "did you mean 'gelu'"),
+    "activation_of_any": ({"model_type": "qwen2", "hidden_act": "gelo"}, "did you mean 'gelu'"),
+    "kind": ({"model_type": "qwen22"}, "did you mean qwen2"),
+    "experts": ({"model_type": "mixtral", "num_experts_per_tok": 9}, "a layer has 8 experts"),
+    "patch": ({"model_type": "vit", "patch_size": 0}, "'patch_size' is 0; it must be above 0"),
+    "part": ({"model_type": "clip", "text_config": {"hidden_size": -1}}, "'hidden_size' is -1"),
+    "parameters": ({"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "'x'"),
     "theta": ({"model_type": "llama", "rope_theta": "10000.0"}, "rope_theta"),
 }
 MODULES = {
