@@ -329,6 +329,18 @@ def test_an_unexpected_error_gives_exit_code_1_without_a_traceback(monkeypatch: 
     assert "Traceback" in run(*PLAN, "--debug").stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--LONG"], ["LONG"], ["plan", "--LONG"], [*PLAN, "--devices", "LONG"]],
+    ids=" ".join,
+)
+def test_a_message_about_a_long_argument_is_cut(arguments: list[str]) -> None:
+    result = run(*(text.replace("LONG", "y" * 100_000) for text in arguments))
+    assert result.exit_code == 2
+    assert "characters left out" in " ".join(result.stderr.split())
+    assert len(result.stderr) < 5000
+
+
 def test_debug_shows_where_bad_input_was_noticed() -> None:
     result = run("profiles", "show", "none", "--debug")
     assert result.exit_code == 2
