@@ -25,11 +25,15 @@ class MeshwrightError(Exception):
 
     def __str__(self) -> str:
         """The message; of a long one its start and its end, where the remedy stands."""
-        text = super().__str__()
-        if len(text) <= self.max_length:
+        return self.cut(super().__str__())
+
+    @classmethod
+    def cut(cls, text: str) -> str:
+        """The start and the end of a text that is longer than messages are."""
+        if len(text) <= cls.max_length:
             return text
-        end = self.max_length // 4
-        start = self.max_length - end - 100
+        end = cls.max_length // 4
+        start = cls.max_length - end - 100
         return f"{text[:start]} … ({len(text) - start - end} characters left out) … {text[-end:]}"
 
 

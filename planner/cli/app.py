@@ -69,6 +69,14 @@ class ErrorBoundary(TyperGroup):
             self.commands[cmd_name].name = cmd_name
         return self.commands.get(cmd_name)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments in front of the command; a message about a long one is cut."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            error.message = MeshwrightError.cut(error.message)
+            raise
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that the arguments name; the message about an unknown one says which are near."""
         try:
@@ -101,6 +109,7 @@ class ErrorBoundary(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except typer.TyperException as error:
+            error.message = MeshwrightError.cut(error.message)
             _document(wanted, "UsageError", error.format_message(), error.exit_code)
             raise
         except KeyboardInterrupt:

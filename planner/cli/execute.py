@@ -46,11 +46,14 @@ def execute(given: ExecuteArguments) -> None:
     Under torchrun
       torchrun --nproc-per-node 8 -m planner.cli execute strategy.json --steps 20
     """
+    from planner.plans.file import read_plan
+
     terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
     for name, file in (("--out", given.out), ("--trace", given.trace)):
         if file is not None:
             check_out(name, file, (given.strategy,))
     given.check()
+    read_plan(given.strategy)  # a wrong file is refused before torch is imported
     if given.virtual:
         _run_virtually(terminal, given)
     elif given.top is not None:

@@ -60,9 +60,9 @@ def export(
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     form = FORMATS.get(to)
+    found = read_strategy(strategy)
     path = out or strategy.with_suffix(f".{to}{form.suffix if form else _SUFFIX.get(to, '.json')}")
     check_out("--out", path, (strategy,))
-    found = read_strategy(strategy)
     if form is not None or to == "pytorch":
         _exchange(terminal, found, strategy, form, path, rounds=rounds)
         return

@@ -130,7 +130,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise NetworkError(f"{path}: key 'model_type' is {kind!r}; it must name a model type of transformers")
-    _check_layers(path, config)
+    _check_sizes(path, config)
     if kind not in MODEL_TYPES:
         return _described(place, path, adapted, config, sequence_length)
     model = MODEL_TYPES[kind]
@@ -320,9 +320,11 @@ def _check_without_torch(path: Path, kind: str, settings: Mapping[str, Any]) -> 
             raise NetworkError(
                 f"{path}: the hidden size {hidden} is not dealt out over {heads} attention heads; correct it"
             )
-    theta = settings.get("rope_theta") if kind in _ROTARY else None
-    if theta is not None and (isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0):
-        raise NetworkError(f"{path}: key 'rope_theta' is {theta!r}; it must be a number above 0")
+    rotary = settings.get("rope_parameters")
+    for part in (settings, rotary if isinstance(rotary, dict) else {}):
+        theta = part.get("rope_theta")
+        if theta is not None and (isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0):
+            raise NetworkError(f"{path}: key 'rope_theta' is {theta!r}; it must be a number above 0")
     if "torch" in sys.modules or not forks():
         return
     settings = {key: value for key, value in settings.items() if key != PREDICTED}
@@ -342,14 +344,14 @@ def _transformers_checks(path: str, kind: str, settings: Mapping[str, Any]) -> N
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers finds none, then
     logging.disable()
     try:
-        from planner.networks.transformers_classes import activations, make_config
+        from planner.networks.transformers_classes import activations, check_experts, looks_up, make_config
     except ImportError as error:
         raise InputError(f"hf: networks need transformers ({error}); install meshwright[hf]") from error
-    make_config(path, kind, settings)
+    check_experts(path, make_config(path, kind, settings))
     known = activations()
-    for key in _ACTIVATIONS if kind in MODEL_TYPES else ():
+    for key in _ACTIVATIONS:
         value = settings.get(key)
-        if isinstance(value, str) and known and value not in known:
+        if isinstance(value, str) and known and value not in known and looks_up(kind, key):
             near = difflib.get_close_matches(value, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(known))}"
             raise NetworkError(f"{path}: key {key!r} is {value!r}, which transformers does not know; {hint}")
@@ -408,15 +410,27 @@ def _described(
     )
 
 
-def _check_layers(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse more layers than there is time for; transformers may list them as soon as it reads the config."""
+_SIZES = re.compile(r"(^|_)((hidden|intermediate|vocab|patch|image)_size|d_model|n_embd|heads|n_head)$")
+_MAY_BE_ZERO = ("intermediate_size", "key_value_heads")
+"""Parts that some networks lack."""
+
+
+def _check_sizes(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse sizes without sense, and more layers than there is time for, in the config and its parts.
+
+    transformers may list layers as soon as it reads the config, and finds most sizes wrong only as it makes the module.
+    """
     for key, value in settings.items():
         if isinstance(value, dict):
-            _check_layers(path, value)
-        elif re.search(r"(layers?|depth)$", key) and isinstance(value, int | float) and value > MAXIMUM_LAYERS:
+            _check_sizes(path, value)
+        elif not isinstance(value, int | float):
+            continue
+        elif re.search(r"(layers?|depth)$", key) and value > MAXIMUM_LAYERS:
             raise NetworkError(
                 f"{path}: key {key!r} is {value!r}; at most {MAXIMUM_LAYERS} layers are planned: correct it"
             )
+        elif (_SIZES.search(key) or key == "head_dim") and value < (1 - key.endswith(_MAY_BE_ZERO)):
+            raise NetworkError(f"{path}: key {key!r} is {value!r}; it must be above 0: correct it")
 
 
 def _make_any(

@@ -33,12 +33,14 @@ from planner.networks.losses import mean_alignment_loss, mean_cross_entropy
 from planner.networks.network import Family
 from planner.networks.placeholders import features_first
 from planner.networks.transformers_classes import (
+    EXPERTS,
     MAXIMUM_LENGTH,
     fixed_arguments,
     inputs_of,
     make_config,
     number,
     positions,
+    said,
     trainable_class,
 )
 from planner.networks.zoo.experts import choose_experts, gated_experts, mix_experts
@@ -142,13 +144,12 @@ def facts(
         inputs=inputs,
         sequence_length=length if tokens else None,
         dropout=tuple(without_chance(config)),
-        experts=any(number(part, *_EXPERTS) for part in _parts(config)),
+        experts=any(number(part, *EXPERTS) for part in _parts(config)),
     )
 
 
 MOST_MODULES = 100_000
 """Modules of a network of transformers: of 2,000 layers with 50 each."""
-_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 
 
 def trained(
@@ -206,7 +207,7 @@ def make_model(path: str, config: PreTrainedConfig, model_class: type[Any], leng
     except MeshwrightError:
         raise
     except Exception as error:
-        raise NetworkError(f"{path}: transformers refuses the config: {error}; correct the key") from error
+        raise NetworkError(f"{path}: transformers refuses the config: {said(error)}; correct the key") from error
     _simplify(model, config, length)
     return model
 

@@ -13,6 +13,7 @@ from planner.graph.norms import check_norms
 from planner.networks.decoder.known import zoo_decoder
 from planner.networks.network import Family, Network
 from planner.networks.remembered import remembered
+from planner.networks.trust import check_program
 from planner.networks.zoo.configs import BertConfig, MixtralConfig
 from planner.networks.zoo.table import ZOO, ZooEntry, language_inputs, make_language_module
 from simulator.errors import InputError, NetworkError
@@ -106,6 +107,7 @@ def _found(spec: str | Network, sequence_length: int | None) -> Network:
     if source == "py":
         return _from_factory(rest, sequence_length)
     if source == "pt2":
+        check_program(rest)
         from planner.networks.saved_program import load_program
 
         return load_program(rest, sequence_length)

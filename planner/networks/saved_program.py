@@ -16,9 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from planner.networks.network import Network
 from planner.networks.python_factory import described
-from planner.networks.trust import files_are_trusted
-from simulator.errors import InputError, NetworkError
-from simulator.input_file import is_regular
+from simulator.errors import NetworkError
 
 HOW = (
     "export the module together with its loss, as in torch.export.export(module_with_loss, (inputs, labels), "
@@ -29,26 +27,17 @@ aten = torch.ops.aten
 
 
 def load_program(file: str, sequence_length: int | None) -> Network:
-    """Load the program of `file` and describe its network.
+    """Load the program of `file`, which `planner.networks.trust.check_program` has seen, and describe its network.
 
     The program takes tensors with the batch as dim 0, which it leaves open, and returns the scalar mean loss; shapes
     come from the example inputs that are saved with it, and training starts from the parameters in it.
 
     Raises
     ------
-    InputError
-        Nobody said that the file is trusted: loading it may run code that it holds.
     NetworkError
         The file holds no such program.
     """
     spec, path = f"pt2:{file}", Path(file)
-    if not is_regular(path):
-        raise NetworkError(f"network {spec!r}: there is no file {file}; name one that torch.export.save wrote")
-    if not files_are_trusted():
-        raise InputError(
-            f"network {spec!r}: loading a saved program may run code that {path.name} holds; where you trust it, add "
-            "--trust-file"
-        )
     program = _load(spec, path)
     example = _inputs(spec, program)
     _check_batch_is_open(spec, program)

@@ -7,14 +7,16 @@ from the names of its forward pass and from the sizes that the configuration sta
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from planner.networks.inputs import InputSpec
 from simulator.errors import NetworkError, UnsupportedError
@@ -33,6 +35,8 @@ _TASKS = """
 """
 _TABLES = tuple(_TASKS.split())
 """Tasks in the order in which a configuration without ``architectures`` is given one: generation before classes."""
+EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+"""Settings that are a layer's number of experts."""
 LOSS_INPUTS = ("labels", "return_loss", "start_positions", "future_values", "sentence_order_label")
 """Arguments of a forward pass that ask for a loss."""
 _CLASSES = 1000
@@ -49,12 +53,48 @@ def make_config(path: str, kind: str, settings: Mapping[str, Any]) -> PreTrained
     NetworkError
         transformers refuses it.
     """
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "correct it, or write the network as py:MODULE:FACTORY"
+        raise NetworkError(
+            f"{path}: key 'model_type' is {kind!r}, which transformers {transformers.__version__} does not know; {hint}"
+        )
     try:
         # transformers writes infinity as an object of its own
         config = transformers.AutoConfig.for_model(kind, **PreTrainedConfig._decode_special_floats(dict(settings)))
     except Exception as error:
-        raise NetworkError(f"{path}: transformers refuses the config: {error}; correct the key") from error
+        raise NetworkError(f"{path}: transformers refuses the config: {said(error)}; correct the key") from error
     return config
+
+
+def said(error: Exception) -> str:
+    """What an error says; of those that say no more than a key or an operation, their kind as well."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, (LookupError, ArithmeticError)) else str(error)
+
+
+def check_experts(path: str, config: PreTrainedConfig) -> None:
+    """Refuse a token that is to go to more experts than a layer has.
+
+    Raises
+    ------
+    NetworkError
+        It is.
+    """
+    experts, each = number(config, *EXPERTS), number(config, "num_experts_per_tok")
+    if each > experts > 0:
+        raise NetworkError(
+            f"{path}: key 'num_experts_per_tok' is {each}, and a layer has {experts} experts; correct one of them"
+        )
+
+
+def looks_up(kind: str, key: str) -> bool:
+    """Whether the module of a model type takes a key's value from the table of activations, as its source says."""
+    name = model_type_to_module_name(kind)
+    source = Path(str(transformers.__file__)).parent / "models" / name / f"modeling_{name}.py"
+    try:
+        return f"ACT2FN[config.{key}]" in source.read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def activations() -> frozenset[str]:

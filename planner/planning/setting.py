@@ -25,6 +25,7 @@ from planner.planning.refining import largest_threshold
 from planner.planning.shared_tables import NetworkTables, SharedTables
 from planner.plans.exchange import Exchange, check_data
 from planner.plans.pins import Pins
+from planner.plans.plan import MOST_MICRO_BATCHES, Plan
 from planner.plans.request import PRECISIONS, PlanRequest, checked_pins
 from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
@@ -38,6 +39,8 @@ from simulator.hardware import Hardware
 from simulator.profiles import load_profile
 
 KIB = 1024
+MOST_SAMPLES = 2**24
+"""Of a step, for each device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,7 @@ def setting_of(
     batch = network.default_global_batch if request.global_batch is None else request.global_batch
     if batch < 1:
         raise InputError(f"global batch {batch} is not positive; use --global-batch with a whole number of samples")
+    _check_size(batch, request.devices, pins)
     bucket = USUAL if pins.bucket_mb is None else pins.bucket_mb * MIB
     started = time.perf_counter()
     shared = shared or SharedTables(network.capture)
@@ -173,6 +177,23 @@ class Travel(TypedDict):
 
     tensor_overlap: bool
     sent_once: int
+
+
+def _check_size(batch: int, devices: int, pins: Pins) -> None:
+    """Refuse a step of more samples or micro-batches than can be planned."""
+    most = devices * MOST_SAMPLES
+    if batch > most:
+        raise InputError(
+            f"global batch {batch} is more than {MOST_SAMPLES} samples a device; use --global-batch {most} or less, or "
+            "more devices"
+        )
+    fewest = pins.micro_batches or -(-batch // (devices * pins.micro_batch if pins.micro_batch else batch))
+    if fewest > MOST_MICRO_BATCHES:
+        name = "micro_batches" if pins.micro_batches else "micro_batch"
+        raise InputError(
+            f"pin {name}={getattr(pins, name)} makes {fewest} micro-batches or more of global batch {batch}, and at "
+            f"most {MOST_MICRO_BATCHES} are planned; pin larger micro-batches, or use a smaller --global-batch"
+        )
 
 
 def _travelling(pins: Pins, graph: OperatorGraph) -> Travel:

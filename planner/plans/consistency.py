@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from planner.graph.recompute import MODES
+from planner.plans.plan import MOST_MICRO_BATCHES, MOST_PASSES
 from planner.plans.schema import StageModel, StrategyModel
 from planner.sharding.placement import Mesh
 from simulator.errors import StrategyError
@@ -38,6 +39,7 @@ def check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
     _check_recompute(model, source)
     _check_storage(model, mesh, source)
     _check_host(model, source)
+    _check_passes(model, source)
     shards = prod(axis.size for axis in mesh.axes if axis.name in ("data", "expert"))
     batch = model.batch
     if batch.global_ != batch.micro * batch.micro_batches * shards:
@@ -61,6 +63,16 @@ def check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
                 "the ranges before them; write ranges in order and without overlap"
             )
         taken[run.prefix] = run.last + 1
+
+
+def _check_passes(model: StrategyModel, source: str) -> None:
+    count, chunks = model.batch.micro_batches, model.pipeline.ranks * model.pipeline.virtual
+    most = min(MOST_MICRO_BATCHES, MOST_PASSES // chunks)
+    if count > most:
+        raise StrategyError(
+            f"{source}: batch.micro_batches: {count} is more than the {most} that are simulated"
+            f"{f' through {chunks} chunks' if chunks > 1 else ''}; plan a smaller batch"
+        )
 
 
 def _check_stages(model: StrategyModel, mesh: Mesh, source: str) -> None:

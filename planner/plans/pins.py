@@ -78,9 +78,9 @@ class Pins:
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
     turn; without it there is one. With ``expert_messages`` of ``tokens`` ranks of an expert axis keep their own experts
-    and send tokens, with ``once_a_node`` each token once to each node for all of its experts there; with ``any`` they may
-    gather the weights of the others instead. With ``expert_overlap`` tokens travel beside another micro-batch, else
-    they are waited for. ``expert_cut`` says what tensor ranks have of experts: part of the ``width`` of each, or
+    and send tokens, with ``once_a_node`` each token once to each node for all of its experts there; with ``any`` they
+    may gather the weights of the others instead. With ``expert_overlap`` tokens travel beside another micro-batch,
+    else they are waited for. ``expert_cut`` says what tensor ranks have of experts: part of the ``width`` of each, or
     ``whole`` ones of their own, as those of an expert axis; ``tensor_cut`` of ``width`` that they have part of the
     matrix of every product, and do not each compute it whole. With ``tensor_overlap`` gathers and scatters of tensor
     ranks travel beside products, else behind them. ``order`` names axes as the pins of their degrees do, from the one

@@ -26,6 +26,12 @@ class Status(StrEnum):
     INFEASIBLE = "infeasible"
 
 
+MOST_MICRO_BATCHES = 2**15
+"""Of a step. Each costs the simulation time and memory, and no training has nearly as many."""
+MOST_PASSES = 2**20
+"""Forward passes of a step: of every micro-batch through every chunk."""
+
+
 _SAME = 1e-9
 """Relative difference of objectives that are one."""
 

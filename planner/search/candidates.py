@@ -11,6 +11,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.plans.hints import Hint
 from planner.plans.pins import Pins
+from planner.plans.plan import MOST_MICRO_BATCHES
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import Extent
@@ -379,7 +380,7 @@ def _micro_batch_counts(space: Space, data: int) -> list[int]:
     most = per_rank // (space.pins.copies or 1)
     counts = [1]
     for count in divisors(most)[1:]:
-        if count >= 2 * counts[-1] or count == most:
+        if count <= MOST_MICRO_BATCHES and (count >= 2 * counts[-1] or count == most):
             counts.append(count)
     return counts
 

@@ -210,6 +210,7 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         (["paln"], ["paln"]),
         (["simulate", "none.json"], ["none.json", "does not exist"]),
         (["simulate"], ["STRATEGY"]),
+        (["export", ".", "--to", "megatron"], ["'.'", "a folder, not a regular file"]),
         (["execute", "none.json"], ["none.json", "does not exist"]),
         (["execute", "none.json", "--steps", "0"], ["'0'", "at least 1"]),
         (["execute", "none.json", "--learning-rate", "nan"], ["'nan'", "above 0", "0.001"]),
@@ -328,6 +329,18 @@ def test_an_unexpected_error_gives_exit_code_1_without_a_traceback(monkeypatch: 
     assert "Traceback" in run(*PLAN, "--debug").stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--LONG"], ["LONG"], ["plan", "--LONG"], [*PLAN, "--devices", "LONG"]],
+    ids=" ".join,
+)
+def test_a_message_about_a_long_argument_is_cut(arguments: list[str]) -> None:
+    result = run(*(text.replace("LONG", "y" * 100_000) for text in arguments))
+    assert result.exit_code == 2
+    assert "characters left out" in " ".join(result.stderr.split())
+    assert len(result.stderr) < 5000
+
+
 def test_debug_shows_where_bad_input_was_noticed() -> None:
     result = run("profiles", "show", "none", "--debug")
     assert result.exit_code == 2
@@ -350,6 +363,7 @@ def test_a_failed_run_gives_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None
         raise ExecutionError("rank 1 failed")
 
     monkeypatch.setattr(planner.execution.run, "execute", fail)
+    write_plan(make_plan(), "strategy.json")
     result = run("execute", "strategy.json")
     assert (result.exit_code, result.stderr) == (4, "meshwright: rank 1 failed\n")
 

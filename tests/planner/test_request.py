@@ -8,7 +8,8 @@ import pytest
 
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.pins import Pins
-from planner.plans.request import PRECISIONS, checked_pins
+from planner.plans.plan import MOST_MICRO_BATCHES
+from planner.plans.request import PRECISIONS, SEARCH_MODES, checked_pins
 from simulator.errors import InputError, ProfileError, UnsupportedError
 from tests.planner.search.problems import captured
 
@@ -115,6 +116,16 @@ def test_what_no_search_covers_yet_is_refused_as_such(fields: Mapping[str, objec
         ({"parallel_mode": "data_parallel", "global_batch": 2}, ("global batch 2", "--global-batch 4")),
         ({"global_batch": 0}, ("global batch 0", "not positive")),
         ({"global_batch": -8}, ("global batch -8", "not positive")),
+        ({"global_batch": 10**9}, ("global batch 1000000000", "16777216 samples a device", "--global-batch 67108864")),
+        ({"global_batch": 2**20, "pins": {"micro_batch": "1"}}, ("262144 micro-batches", "32768", "larger")),
+        (
+            {"global_batch": 2**20, "pins": {"micro_batches": "65536"}},
+            ("65536 micro-batches", "32768", "--global-batch"),
+        ),
+        (
+            {"global_batch": 2**20, "pins": {"dp": "1", "micro_batch": "8"}},
+            ("dp=1 micro_batch=8", "32768 micro-batches", "dp=4", "micro_batch=32"),
+        ),
         ({"precision": "fp12"}, ("'fp12'", "bf16")),
         ({"precision": "fp8", "hardware": "dgx-a100"}, ("fp8", "float8", "--precision bf16")),
         ({"precision": "fp4", "hardware": "dgx-h100"}, ("fp4", "float4", "--precision bf16", "dgx-b200")),
@@ -127,6 +138,12 @@ def test_what_does_not_fit_together_is_refused(fields: Mapping[str, object], tex
     with pytest.raises(InputError) as error:
         plan_network(request(**fields), graph=captured("mlp"))  # type: ignore[arg-type]
     assert all(text in str(error.value) for text in texts), str(error.value)
+
+
+def test_a_plan_has_no_more_micro_batches_than_can_be_simulated() -> None:
+    for mode in SEARCH_MODES:
+        result = plan_network(request(global_batch=2**24, search_mode=mode), graph=captured("mlp"))
+        assert max(c.plan.micro_batches for c in result.candidates) <= MOST_MICRO_BATCHES
 
 
 def test_a_batch_that_only_some_meshes_divide_leaves_those_out() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.plans.pins import COUNT, PIN_VALUES, Pins
+from planner.plans.plan import MOST_MICRO_BATCHES
 from planner.search.configurations.schedule_shapes import ONE_STAGE, PINNED, SEARCHED
 from planner.search.configurations.space import (
     MOST_CHUNKS,
@@ -306,8 +307,10 @@ def _something_left(extent: Extent) -> None:
 
 
 def _why_no_schedule(extent: Extent) -> str:
-    """What a pinned schedule needs of micro-batches, where that is what is missing."""
+    """What a pinned schedule needs of micro-batches, or that there are too many, where that is what is in the way."""
     pins, runs = extent.pins, extent.pins.runs
+    if extent.global_batch // extent.devices > MOST_MICRO_BATCHES:
+        return f": a step has at most {MOST_MICRO_BATCHES} micro-batches"
     needs: dict[str, tuple[str, Callable[[int], int]]] = {
         "interleaved_1f1b": ("at least pp" if runs is None else "a multiple of pp", lambda ranks: ranks),
         "zb_h1": ("at least 2 × pp", lambda ranks: 2 * ranks),

@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import permutations, product
 
 from planner.plans.pins import AXES_BY_PIN, Pins
+from planner.plans.plan import MOST_MICRO_BATCHES, MOST_PASSES
 from planner.search.configurations.buckets import MIB, DataAxis, bucket_bytes
 from planner.search.configurations.schedule_shapes import ONE_STAGE, SEARCHED, fits_schedule
 from planner.search.configurations.step_model import AXES, Configuration
@@ -29,7 +30,6 @@ from simulator.topology import group_shape
 
 LONG_SEQUENCE = 32_768
 WIDEST_TENSOR = 4
-MOST_MICRO_BATCHES = 2**15
 MOST_CHUNKS = 12
 WIDER = 4
 SHARDINGS = ("none", "zero1", "zero2", "zero3")
@@ -242,7 +242,12 @@ def _pinned(value: int | None, free: Iterable[int]) -> list[int]:
 
 
 def micro_batch_sizes(extent: Extent, data_parallel: int) -> list[int]:
-    """Samples of a micro-batch on one data-parallel rank, which its copies share."""
+    """Samples of a micro-batch on one data-parallel rank, which its copies share; none for too many micro-batches."""
+    each = extent.global_batch // data_parallel
+    return [size for size in _sizes(extent, data_parallel) if each // size <= MOST_MICRO_BATCHES]
+
+
+def _sizes(extent: Extent, data_parallel: int) -> list[int]:
     copies = extent.pins.copies or 1
     if extent.global_batch % (data_parallel * copies):
         return []
@@ -262,11 +267,9 @@ def micro_batch_sizes(extent: Extent, data_parallel: int) -> list[int]:
 def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tuple[str, int]]:
     """Schedules with their chunks a rank that exist for so many ranks and micro-batches.
 
-    Of one micro-batch 1F1B and GPipe are the same. No pipeline takes more than `MOST_MICRO_BATCHES`: millions, such as
-    those of a large prime batch, take minutes to put in order.
+    Of one micro-batch 1F1B and GPipe are the same. No pipeline has more than `MOST_PASSES`: millions take minutes to
+    put in order.
     """
-    if pipeline > 1 and micro_batches > MOST_MICRO_BATCHES:
-        return
     pins = extent.pins
     # Frameworks hide tokens beside another micro-batch where a rank has several chunks, or all.
     several = bool(pins.expert_overlap and pins.runs is not None) and pipeline > 1
@@ -281,6 +284,7 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
             chunks = [pins.vpp] if pins.vpp else sorted({*range(2, MOST_CHUNKS + 1), max(deepest, 2)})
         for virtual in chunks:
             wanted = pins.vpp in (None, virtual) and pipeline * virtual <= extent.units and virtual > several
+            wanted = wanted and pipeline * virtual * micro_batches <= MOST_PASSES
             if name == "interleaved_1f1b" and micro_batches % pipeline:
                 # Few frameworks run remainders, so they are planned where the schedule is pinned.
                 runs = pins.runs is None or pins.micro_batches or pins.runs.interleaves(pipeline, micro_batches)

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -112,6 +113,16 @@ def test_a_relative_profile_is_seen_from_the_file(
     monkeypatch.chdir(tmp_path / "deep")
     seen = read_plan("strategy.json").hardware
     assert seen == profile or os.path.normpath(tmp_path / "deep" / seen) == os.path.normpath(tmp_path / profile)
+
+
+def test_more_micro_batches_than_can_be_simulated_are_refused() -> None:
+    def many(document: Any) -> None:
+        batch, count = document["batch"], 30_000_000
+        document["batch"] = {"global": batch["global"] // batch["micro_batches"] * count, "micro": batch["micro"],
+                             "micro_batches": count}  # fmt: skip
+
+    with pytest.raises(StrategyError, match=r"batch\.micro_batches: 30000000 is more than the 32768"):
+        plan_from_text(broken(many))
 
 
 def test_the_text_is_readable() -> None:

@@ -15,6 +15,7 @@ from planner.cost.software import as_run
 from planner.cost.work import optimizer
 from planner.planning.configured import undivided
 from planner.plans.pins import Pins
+from planner.plans.plan import MOST_PASSES
 from planner.search.configurations.bounds import (
     chained_bound,
     computed_ahead,
@@ -29,7 +30,7 @@ from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.explored import Explored, diverse, shape_of
 from planner.search.configurations.least_states import least_states_in, least_states_of
 from planner.search.configurations.schedule_shapes import PINNED, SEARCHED
-from planner.search.configurations.space import Extent, bases, configurations, storages
+from planner.search.configurations.space import Extent, bases, configurations, schedules, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.exact.elimination import TooWideError
 from planner.search.stages.chain_bound import chain_bound, unlike
@@ -385,6 +386,9 @@ def test_non_powers_of_two_and_pins() -> None:
     assert all(p.configuration.devices == 24 for p in found.found)
 
 
-def test_no_pipeline_puts_millions_of_micro_batches_in_order() -> None:
-    found = search(network(9), 4, 999_983, 1e9)
-    assert {p.configuration.pipeline for p in found.found} == {1}
+def test_no_pipeline_puts_millions_of_passes_in_order() -> None:
+    extent = Extent(hardware=load_profile("dgx-a100"), devices=64, global_batch=2**15, pins=Pins(), units=1024)
+    for micro_batches in (2**13, 2**14, 2**15):
+        chunks = [virtual for _, virtual in schedules(extent, 64, micro_batches)]
+        assert all(64 * virtual * micro_batches <= MOST_PASSES for virtual in chunks)
+        assert bool(chunks) == (64 * micro_batches <= MOST_PASSES)
