@@ -11,6 +11,7 @@ from planner.planning.documents import plan_document
 from planner.planning.goodput import DAY_S, OPTIONS, checkpoint_bytes, plan_goodput
 from planner.planning.planning import capture_for
 from planner.planning.shared_tables import SharedTables
+from planner.planning.summary import degrees_text
 from planner.plans.request import PlanRequest, Request
 from planner.what_if.options import WhatIfOptions, requests_of
 from planner.what_if.rows import plan_point
@@ -47,6 +48,14 @@ class BudgetRow:
     goodput: float
     meets: bool
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        low, high = self.interval_days
+        cost = "" if self.cost is None else f", cost {self.cost:,.0f}"
+        return (
+            f"{self.devices} × {self.hardware}: {self.days:.3g} days ({low:.3g}–{high:.3g}){cost}, "
+            f"{degrees_text(self.candidate.plan)}"
+        )
 
     @property
     def interval_days(self) -> tuple[float, float]:
