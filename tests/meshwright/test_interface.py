@@ -152,3 +152,12 @@ def test_what_a_method_returns_reads_well_too() -> None:
     assert "GiB usable each" in repr(shown["profile"])
     assert "days" in repr(shown["budget"])
     assert "SVG or PNG" in repr(shown["picture"])
+
+
+def test_tables_of_sweeps_and_checks_fit_80_columns(tmp_path: Path) -> None:
+    sweep = mw.what_if("zoo:gpt2", ["dgx-a100", "dgx-h100"], [8], global_batch=64)
+    mw.plan("zoo:gpt2", "dgx-a100", 8, global_batch=64, tp=2, top=1).export("megatron", tmp_path / "a.sh", round=True)
+    check = mw.check(tmp_path / "a.sh", network="zoo:gpt2", hardware="dgx-a100", better=False)
+    for text in (repr(sweep), repr(check)):
+        assert max(map(len, text.splitlines())) <= 80, text
+    assert "micro_batch=" in repr(check)
