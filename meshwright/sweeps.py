@@ -81,7 +81,7 @@ class WhatIfResult:
     def _table(self) -> tuple[list[summary.Column], list[tuple[str, ...]]]:
         first = next((row.best for row in self.found if row.best is not None), None)
         # The interval has no room beside cluster and scaling in 80 columns; `rows` has it.
-        columns = (("plan", False),)
+        columns: tuple[summary.Column, ...] = (("plan", False),)
         if first is not None:
             columns = tuple(one for one in summary.columns(first.prediction) if "interval" not in one[0])
         rows = []
