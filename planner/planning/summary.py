@@ -93,7 +93,7 @@ def certainty(plan: Plan, prediction: Prediction) -> str:
     found = proof.get(str(certificate.status), "heuristic: no bound")
     meaning = {
         "calibrated": "by measured runs of this hardware",
-        "interpolated": "among measured runs of this hardware",
+        "interpolated": "hardware and software were measured, not together",
         "extrapolated": "no measured run is near",
     }
     label = str(prediction.label)
