@@ -21,7 +21,9 @@ from planner.planning.prediction import HOST
 from planner.plans.file import read_strategy
 from planner.plans.plan import Plan
 from reports import page
+from reports.devices import devices_figure
 from reports.page import PALETTE, Html
+from simulator.profiles import load_profile
 from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 from simulator.whole_file import write_whole
 
@@ -89,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         commands.append(_run("execute", str(strategy), *options))
     comparisons = [_comparison(folder, spec) for spec in NETWORKS]
     _say(comparison_text(comparisons))
+    known = read_strategy(_strategy(folder, KNOWN, KNOWN_DEVICES)).plan
     pictures = [_timeline(folder, KNOWN, KNOWN_NAME, f"{KNOWN_DEVICES} × {KNOWN_CLUSTER}", KNOWN_DEVICES)]
+    pictures.append(devices_figure(known, load_profile(known.hardware)))
     for spec, name in NETWORKS.items():
         pictures.append(_timeline(folder, spec, name, f"{CLUSTER_DEVICES} × {CLUSTER}", CLUSTER_DEVICES))
         pictures.append(_timeline(folder, spec, name, f"{PROCESSES} processes of this machine", PROCESSES))

@@ -164,6 +164,7 @@ _one_at_a_time = threading.Lock()
 @lru_cache(maxsize=64)
 def _parts(served: Served, state: State) -> tuple[Html, ...]:
     """Plans and pictures of a state."""
+    from reports.devices import devices_figure
     from reports.timeline import picture_svg, plan_picture
 
     asked = state.request(served.networks, served.profiles)
@@ -194,6 +195,7 @@ def _parts(served: Served, state: State) -> tuple[Html, ...]:
         page.cards(cards, four=True),
         page.table(columns, rows, caption="Best plans", numbers=numbers, close=True),
         page.drawing(picture, title="One step, simulated", caption="Below, the memory of one device."),
+        devices_figure(best.plan, hardware),
         page.grid(
             page.table(["", "time", "share"], spent, caption="Where the time goes", numbers=(1, 2)),
             page.table(["", "size"], held, caption="Memory at its peak", numbers=(1,)),

@@ -60,6 +60,9 @@ class Picture:
     bars: Sequence[Bar]
     curves: Sequence[tuple[FloatArray, FloatArray]]
 
+    def __repr__(self) -> str:
+        return f"picture of {self.title}; .save(path) writes SVG or PNG"
+
     def save(self, path: str | Path) -> Path:
         """Write the picture as SVG or PNG, by the ending of `path`."""
         return write_picture(self, path)

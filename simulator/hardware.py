@@ -16,6 +16,7 @@ from simulator.conditions import Conditions
 from simulator.crowding import Crowding
 from simulator.errors import InputError, ProfileError
 from simulator.program import Collective, Kernel, described_class
+from simulator.quantities import bytes_text
 
 PROFILE_SUFFIX = ".yaml"
 PROFILE_SUFFIXES = (PROFILE_SUFFIX, ".yml")
@@ -266,6 +267,15 @@ class Hardware:
     attention: str = "flash2"
     rows: tuple[ProfileRow, ...] = ()
     members: tuple[tuple[str, int], ...] = ()
+
+    def __repr__(self) -> str:
+        dtype = self.default_precision
+        links = ", ".join(f"{one.name} {one.bandwidth_bytes_per_s / 1e9:.4g} GB/s" for one in self.levels)
+        return (
+            f"{self.name}: {self.description}\n"
+            f"{self.devices_per_node} devices a node, {bytes_text(self.device_memory_bytes)} usable each, "
+            f"{self.peak_flops[dtype] / 1e12:.4g} TFLOP/s {dtype}, {self.memory_bandwidth / 1e12:.3g} TB/s; {links}"
+        )
 
     def devices_text(self, count: int) -> str:
         """The first `count` devices in words, such as ``8 × NVIDIA H100 + 8 × NVIDIA A100``."""

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from simulator.errors import ProfileError
+from simulator.hardware import is_profile_path
 from simulator.input_file import FileKind
 from simulator.shipped_profiles import BASE, shipped_names, shipped_text, with_base
 
@@ -82,6 +83,8 @@ def new_profile(name: str, base: str, settings: Sequence[str]) -> dict[str, Any]
     """
     if name in shipped_names():
         raise ProfileError(f"profile {name!r} is shipped; choose another name")
+    if is_profile_path(base):
+        raise ProfileError(f"--from {base!r} is a file; name a shipped profile, or copy the file and edit its numbers")
     known = with_base(yaml.load(shipped_text(base), Loader=yaml.CSafeLoader), base)
     found: dict[str, Any] = {"format": "meshwright-profile", "version": 1, "name": name, BASE: base}
     found["description"] = f"{' '.join(str(known['description']).split())} With {', '.join(settings) or 'nothing'} set."

@@ -126,18 +126,18 @@ def budget(given: BudgetArguments) -> None:
 def _report(rows: tuple[BudgetRow, ...]) -> Iterator[RenderableType]:
     from rich.text import Text
 
-    from planner.cli.tables import facts, plain_table
+    from planner.cli.tables import Kind, facts, plain_table
     from planner.planning.summary import degrees_text
     from simulator.quantities import percent_text
 
-    names = ["hardware", "devices", "days", "energy, MWh", "goodput", "plan"]
+    names = ["cluster", "days", "energy, MWh", "goodput", "plan"]
     if any(row.cost is not None for row in rows):
-        names.insert(3, "cost")
-    table = plain_table(*((name, "text" if name in ("hardware", "plan") else "number") for name in names))
+        names.insert(2, "cost")
+    kinds: dict[str, Kind] = {"cluster": "name", "plan": "text"}
+    table = plain_table(*((name, kinds.get(name, "number")) for name in names))
     for row in rows:
         cells: dict[str, RenderableType] = {
-            "hardware": row.hardware,
-            "devices": str(row.devices),
+            "cluster": _cluster(row),
             "days": Text(_ranged(row.days, row.interval_days, "{:.3g}"), style="" if row.meets else "red"),
             "cost": _ranged(row.cost, row.interval_cost, "{:,.0f}"),
             "energy, MWh": _ranged(row.energy_kwh, row.interval_energy_kwh, "{:.3g}", 1e-3),
@@ -146,12 +146,19 @@ def _report(rows: tuple[BudgetRow, ...]) -> Iterator[RenderableType]:
         }
         table.add_row(*(cells[name] for name in names))
     yield table
+    first, late = rows[0], [_cluster(row) for row in rows if not row.meets]
     yield facts(
         [
+            ("answer", f"{_cluster(first)}: {first.days:.3g} days" if first.meets else ""),
+            ("too slow", ", ".join(late)),
             ("ranges", "90 % interval of the prediction"),
             *(("note", note) for note in dict.fromkeys(note for row in rows for note in row.notes)),
         ]
     )
+
+
+def _cluster(row: BudgetRow) -> str:
+    return f"{row.devices} × {row.hardware}"
 
 
 def _ranged(value: float | None, interval: tuple[float, float] | None, form: str, unit: float = 1.0) -> str:

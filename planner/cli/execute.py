@@ -68,11 +68,10 @@ def execute(given: ExecuteArguments) -> None:
 
 def _run_virtually(terminal: Terminal, given: ExecuteArguments) -> None:
     """Let the ranks sleep instead of computing."""
-    from planner.cli.reliability import SlowOptions
     from planner.cli.virtual import run_virtually
     from planner.execution.virtual.devices import VirtualOptions
 
-    slow = SlowOptions.read(given.stragglers, given.slowdown, given.slow_link or (), seed=given.seed or 0)
+    slow = given.slow()
     asked = VirtualOptions(
         steps=VIRTUAL_STEPS if given.steps is None else given.steps,
         slow_ranks=slow.ranks or 0,

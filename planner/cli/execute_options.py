@@ -25,6 +25,7 @@ from planner.plans.request import Precision
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
+    from planner.cli.reliability import SlowOptions
     from planner.execution.options import ExecuteOptions
 
 FOR_REAL = (
@@ -127,6 +128,7 @@ class ExecuteArguments:
         """Raise InputError where options mean nothing together."""
         if not self.virtual and (self.stragglers is not None or self.slowdown is not None or self.slow_link):
             raise InputError("slow ranks and links were given without --virtual, which alone can make some; add it")
+        self.slow()
         top = f"--top {self.top}"
         if self.dry_run and (self.virtual or self.top is not None):
             other = "--virtual" if self.virtual else top
@@ -144,6 +146,12 @@ class ExecuteArguments:
         if self.virtual and given:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InputError(f"--virtual computes nothing: {names} would do nothing; leave them out")
+
+    def slow(self) -> SlowOptions:
+        """Ranks and links that are to be slow."""
+        from planner.cli.reliability import SlowOptions
+
+        return SlowOptions.read(self.stragglers, self.slowdown, self.slow_link or (), seed=self.seed or 0)
 
     def options(self) -> ExecuteOptions:
         """What to run and how, with defaults for what was not given."""

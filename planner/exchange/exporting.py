@@ -37,6 +37,11 @@ class Exported:
     written: Written
     cannot_say: tuple[CannotSay, ...]
 
+    def __repr__(self) -> str:
+        variables = [f"{name}={value}" for name, value in self.written.environment.items()]
+        rounded = [f"rounded: {one.what} to {one.rounded_to}" for one in self.cannot_say]
+        return "\n".join([self.written.text.rstrip(), *variables, *rounded])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:

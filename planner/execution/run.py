@@ -49,6 +49,7 @@ from simulator.calibration.pace import paces_of
 from simulator.calibration.process import settle_worker
 from simulator.conditions import MOST_OTHERS, MOST_STOLEN
 from simulator.errors import ExecutionError, MeshwrightError
+from simulator.quantities import bytes_text, interval_text, seconds_text
 
 CHANGED_SPEED = 0.1
 """From this change of the machine's speed on a run says so."""
@@ -109,6 +110,21 @@ class ExecutionReport:
     error_at_this_speed: float | None = None
     others_share: float | None = None
     stolen_share: float | None = None
+
+    def __repr__(self) -> str:
+        time, predicted = self.measured_step_time_s, self.predicted_step_time_s
+        memory, difference = self.predicted_peak_memory_bytes, self.max_loss_difference
+        expected = "" if predicted is None else f", predicted {seconds_text(predicted)}"
+        lines = [
+            f"{self.steps} steps on {self.processes} processes ({self.backend}), {self.precision}, {self.data}",
+            f"step {seconds_text(time.median)} ({interval_text(time.p10, time.p90)}){expected}",
+            f"memory {bytes_text(self.measured_peak_memory_bytes)}"
+            + ("" if memory is None else f", predicted {bytes_text(memory)}"),
+            f"loss {self.losses[0]:.6g} at the first step, {self.losses[-1]:.6g} at the last",
+        ]
+        if difference is not None:
+            lines.append(f"losses differ from those of one process by {difference:.2g} (allowed {self.tolerance:.2g})")
+        return "\n".join([*lines, *self.notes])
 
 
 def execute(options: ExecuteOptions, say: Say = lambda _: None, monitor: Monitor | None = None) -> ExecutionReport:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from planner.networks.decoder.graph import Decoder
     from planner.networks.marks import Marks
     from planner.networks.shortening import Shortened
+    from planner.networks.zoo.captured import Captured
 
 Family = Literal["image", "language", "features"]
 CAPTURED_BLOCKS = 2
@@ -118,10 +119,31 @@ def _capture(network: Network) -> OperatorGraph:
     if network.decoder is None and network.depth is None:
         graph = _shortened(network) or fold(_as_asked(network, _unfolded(network, None)))
     elif network.depth is not None and network.depth > network.captured_blocks:
-        graph = repeat(_as_asked(network, _unfolded(network, network.captured_blocks)), network.depth)
+        graph = repeat(_as_asked(network, _few_blocks(network)), network.depth)
     else:
         graph = fold(_as_asked(network, _unfolded(network, None)))
     return replace(graph, fingerprint=fingerprint(graph))
+
+
+def _few_blocks(network: Network) -> OperatorGraph:
+    found = _kept(network) or capture_short(network)
+    assert found is not None
+    return found[0]
+
+
+def _kept(network: Network) -> Captured | None:
+    """The graph of a built-in network that was captured before."""
+    if network.decoder is not None or network.spec != f"zoo:{network.name}":
+        return None
+    from planner.networks.zoo.captured import kept
+
+    return kept(network.name, kept_as(network))
+
+
+def kept_as(network: Network) -> str:
+    """Digest of everything but code that the captured graph of a built-in network depends on."""
+    text = repr((network.content, network.inputs, network.captured_blocks, network.notes))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _as_asked(network: Network, graph: OperatorGraph) -> OperatorGraph:
@@ -144,13 +166,19 @@ def _shortened(network: Network) -> OperatorGraph | None:
     """The folded graph of a network captured with few of its equal blocks; None where that is not the whole one's."""
     from planner.networks.shortening import lengthened
 
-    work = partial(_captured_short, network)
-    found = in_child(network.spec, work) if network.spec.startswith(FOREIGN) else work()
+    found = _kept(network) or capture_short(network)
     return None if found is None else lengthened(_as_asked(network, found[0]), found[1])
 
 
-def _captured_short(network: Network) -> tuple[OperatorGraph, dict[str, Shortened]] | None:
-    """The graph without some of the equal blocks, and how many of each list; None where its code counts the blocks."""
+def capture_short(network: Network) -> Captured | None:
+    """Capture few of the equal blocks, and say how many of each list; None where the network's code counts them."""
+    if network.depth is not None:
+        return _unfolded(network, network.captured_blocks), {}
+    work = partial(_captured_short, network)
+    return in_child(network.spec, work) if network.spec.startswith(FOREIGN) else work()
+
+
+def _captured_short(network: Network) -> Captured | None:
     from planner.graph.capture import capture_module
     from planner.networks.shortening import shorten
 

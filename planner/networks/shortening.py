@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from planner.graph.folding import fold, run_start
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.unfolding import unfold_run
+
+if TYPE_CHECKING:
+    from torch import nn
 
 KEPT = 4
 """Equal blocks or patterns that a list keeps: three that fold, and one more, as gradients may treat the first like no
@@ -51,6 +53,8 @@ def shorten(module: nn.Module) -> dict[str, Shortened]:
     dict
         By the path of the list what became of it.
     """
+    from torch import nn
+
     found: dict[str, Shortened] = {}
     for path, part in list(module.named_modules()):
         if not isinstance(part, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{p}.") for p in found):

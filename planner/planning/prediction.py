@@ -35,6 +35,7 @@ from simulator.pipeline_operators import STREAMS, action_variants, operator_tabl
 from simulator.pipeline_passes import OperatorResult, simulate_operators
 from simulator.pipeline_trace import action_times, write_pipeline_trace
 from simulator.program import Collective
+from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 from simulator.schedules import ActionKind, Schedule
 from simulator.task_table import Engine, FloatArray, IntArray, TaskTable
 
@@ -87,6 +88,17 @@ class Prediction:
     memory_figures: Mapping[str, float] = field(default_factory=dict)
     analytic: Mapping[str, float] = field(default_factory=dict)
     start_s: float = 0.0
+
+    def __repr__(self) -> str:
+        tokens = self.tokens_per_s is not None
+        speed = rate_text(self.tokens_per_s or 0.0, "tokens") if tokens else rate_text(self.samples_per_s, "samples")
+        parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.breakdown.items() if value)
+        return (
+            f"step {seconds_text(self.step_time_s)}, 90 % interval {interval_text(*self.interval_s)} ({self.label})\n"
+            f"{parts.replace('_s ', ' ').replace('_', ' ')}\n"
+            f"{speed}, MFU {percent_text(self.mfu)}, memory {bytes_text(self.peak_memory_bytes)} of "
+            f"{bytes_text(self.device_memory_bytes)}"
+        )
 
     @property
     def host_fits(self) -> bool:

@@ -25,7 +25,7 @@ from planner.planning.refining import largest_threshold
 from planner.planning.shared_tables import NetworkTables, SharedTables
 from planner.plans.exchange import Exchange, check_data
 from planner.plans.pins import Pins
-from planner.plans.plan import MOST_MICRO_BATCHES, Plan
+from planner.plans.plan import MOST_MICRO_BATCHES
 from planner.plans.request import PRECISIONS, PlanRequest, checked_pins
 from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL

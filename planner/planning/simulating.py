@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.lowering.checked import checked_graph
+from planner.planning import summary
 from planner.planning.loading import strategy_graph
 from planner.planning.prediction import Prediction, SimulatedPlan, simulate_plan, write_trace
 
@@ -23,6 +24,9 @@ class SimulatedStep:
     plan: Plan
     hardware: Hardware
     found: SimulatedPlan = field(repr=False)
+
+    def __repr__(self) -> str:
+        return f"{summary.heading(self.plan, self.hardware)}: {summary.degrees_text(self.plan)}\n{self.prediction!r}"
 
     @property
     def prediction(self) -> Prediction:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Column = tuple[str, bool]
 """The heading of a column, and whether its cells are numbers."""
-_COLUMNS, _LEAST = 80, 20
+_COLUMNS, _LEAST = 80, 14
 """Characters of a line, and of the narrowest text in a table."""
 
 
@@ -99,7 +99,7 @@ def certainty(plan: Plan, prediction: Prediction) -> str:
     found = proof.get(str(certificate.status), "heuristic: no bound")
     meaning = {
         "calibrated": "by measured runs of this hardware",
-        "interpolated": "among measured runs of this hardware",
+        "interpolated": "hardware and software were measured, not together",
         "extrapolated": "no measured run is near",
     }
     label = str(prediction.label)
@@ -107,14 +107,16 @@ def certainty(plan: Plan, prediction: Prediction) -> str:
 
 
 def plain_text_table(head: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
-    """Lay a table out as text; headings may have two lines, and texts go on below where 80 columns are full."""
+    """Lay a table out as text; headings may have two lines, and the longest text wraps where 80 columns are full."""
     rows = list(rows)
     titles = [name.split("\n") for name, _ in head]
     depth = max(map(len, titles))
     lines = [[([""] * depth + title)[-depth:][line] for title in titles] for line in range(depth)]
     widths = [max(len(row[i]) for row in [*lines, *rows]) for i in range(len(head))]
     over = sum(widths) + 2 * (len(widths) - 1) - _COLUMNS
-    if over > 0 and (text := next((i for i, (_, number) in enumerate(head) if not number), None)) is not None:
+    texts = [place for place, (_, number) in enumerate(head) if not number]
+    if over > 0 and texts:
+        text = max(texts, key=widths.__getitem__)
         widths[text] = max(_LEAST, widths[text] - over)
         rows = [part for row in rows for part in _below(row, text, widths[text])]
     return "\n".join(

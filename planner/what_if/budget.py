@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from planner.planning.documents import plan_document
 from planner.planning.goodput import DAY_S, OPTIONS, checkpoint_bytes, plan_goodput
 from planner.planning.planning import capture_for
 from planner.planning.shared_tables import SharedTables
+from planner.planning.summary import degrees_text
 from planner.plans.request import PlanRequest, Request
 from planner.what_if.options import WhatIfOptions, requests_of
 from planner.what_if.rows import plan_point
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 MOST_DEVICES = 1024
 """Device counts are doubled up to this where none is given."""
+HALVINGS = 3
+"""Device counts tried between the last that is too slow and the first that is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,14 @@ class BudgetRow:
     goodput: float
     meets: bool
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        low, high = self.interval_days
+        cost = "" if self.cost is None else f", cost {self.cost:,.0f}"
+        return (
+            f"{self.devices} × {self.hardware}: {self.days:.3g} days ({low:.3g}–{high:.3g}){cost}, "
+            f"{degrees_text(self.candidate.plan)}"
+        )
 
     @property
     def interval_days(self) -> tuple[float, float]:
@@ -105,8 +116,9 @@ class BudgetOptions(Request):
 def budget(options: BudgetOptions) -> tuple[BudgetRow, ...]:
     """Plan clusters of rising size until the training ends in time.
 
-    Device counts are whole nodes, doubled from one node. With ``devices`` only that count is planned.
-    The global batch is the same everywhere.
+    Device counts are whole nodes, doubled from one node until the training ends in time; then the gap to the last count
+    that was too slow is halved a few times. With ``devices`` only that count is planned. The global batch is the same
+    everywhere.
 
     Returns
     -------
@@ -127,35 +139,55 @@ def budget(options: BudgetOptions) -> tuple[BudgetRow, ...]:
     for name in options.price:
         if name not in options.hardware:
             raise InputError(f"--price {name}=…: {name!r} is not one of the profiles of --hw; correct it")
-    rows: list[BudgetRow] = []
-    reasons: list[str] = []
-    for name in options.hardware:
-        for request, shared in _requests(options, name):
-            found = plan_point(request, shared)
-            if found.best is None:
-                reasons.append(f"{name}, {request.devices} devices: {found.reason}")
-                continue
-            rows.append(_row(options, request, found.best, shared))
-            if options.within_s is not None and rows[-1].meets:
-                break
+    found = [row for name in options.hardware for row in _rows(options, name)]
+    rows = [row for row in found if isinstance(row, BudgetRow)]
     if not rows:
-        raise InfeasibleError(reasons[0] if reasons else "no cluster was planned")
+        raise InfeasibleError(next((row for row in found if isinstance(row, str)), "no cluster was planned"))
     priced = all(row.cost is not None for row in rows)
     return tuple(sorted(rows, key=lambda row: (not row.meets, row.cost if priced else row.devices, row.days)))
 
 
-def _requests(options: BudgetOptions, name: str) -> Iterator[tuple[PlanRequest, SharedTables]]:
-    hardware = load_profile(name)
+def _rows(options: BudgetOptions, name: str) -> Iterator[BudgetRow | str]:
+    """Plan clusters of one profile; yield a row for each, or why none of its plans fits."""
+    node, at = load_profile(name).devices_per_node, _planner(options, name)
     if options.devices is not None:
-        counts: tuple[int, ...] = (options.devices,)
-    else:
-        most = min(MOST_DEVICES, hardware.max_devices)
-        doubled = (hardware.devices_per_node << power for power in range(most.bit_length()))
-        counts = tuple(count for count in doubled if count <= most) or (hardware.devices_per_node,)
+        yield at(options.devices)
+        return
+    most = max(min(MOST_DEVICES, load_profile(name).max_devices), node)
+    too_few, enough = 0, node
+    while not _meets(row := at(enough)):
+        yield row
+        too_few, enough = enough, 2 * enough
+        if enough > most:
+            return
+    yield row
+    for _ in range(HALVINGS):
+        middle = (too_few + enough) // 2 // node * node
+        if middle == too_few:
+            return
+        yield (row := at(middle))
+        too_few, enough = (too_few, middle) if _meets(row) else (middle, enough)
+
+
+def _meets(row: BudgetRow | str) -> bool:
+    return isinstance(row, BudgetRow) and row.meets
+
+
+def _planner(options: BudgetOptions, name: str) -> Callable[[int], BudgetRow | str]:
+    """Return what plans a count of devices of a profile; the network is captured once."""
     shared = options.shared() | {"global_batch": _batch(options)}
-    requests = requests_of(WhatIfOptions(**shared, hardware=(name,), device_counts=counts))
-    tables = SharedTables(capture_for(requests[0]))
-    yield from ((request, tables) for request in requests)
+    tables: SharedTables | None = None
+
+    def at(devices: int) -> BudgetRow | str:
+        nonlocal tables
+        (request,) = requests_of(WhatIfOptions(**shared, hardware=(name,), device_counts=(devices,)))
+        tables = tables or SharedTables(capture_for(request))
+        found = plan_point(request, tables)
+        if found.best is None:
+            return f"{name}, {devices} devices: {found.reason}"
+        return _row(options, request, found.best, tables)
+
+    return at
 
 
 def _batch(options: BudgetOptions) -> int:

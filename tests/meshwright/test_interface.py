@@ -130,3 +130,34 @@ def test_examples_import_the_public_packages_alone() -> None:
                 assert (node.module or "").partition(".")[0] not in ("planner", "simulator", "reports"), path
             if isinstance(node, ast.Import):
                 assert not any(one.name.startswith(("planner.", "simulator", "reports")) for one in node.names), path
+
+
+def test_what_a_method_returns_reads_well_too() -> None:
+    """Every object that a user gets says in a few short lines what it is, with units."""
+    step = result().simulate()
+    shown = {
+        "plan": result().best,
+        "prediction": result().prediction,
+        "step": step,
+        "picture": result().timeline(),
+        "export": result().export("bridge", round=True),
+        "profile": mw.profile("dgx-a100"),
+        "budget": mw.budget("zoo:gpt2-tiny", "dgx-h100", tokens=1e9, devices=8, global_batch=64).best,
+    }
+    for name, one in shown.items():
+        assert len(repr(one)) < 2500, name
+        assert type(one).__name__ + "(" not in repr(one), name
+    assert "8 × NVIDIA A100-SXM4-80GB (dgx-a100)" in repr(step)
+    assert "MFU" in repr(step.prediction)
+    assert "GiB usable each" in repr(shown["profile"])
+    assert "days" in repr(shown["budget"])
+    assert "SVG or PNG" in repr(shown["picture"])
+
+
+def test_tables_of_sweeps_and_checks_fit_80_columns(tmp_path: Path) -> None:
+    sweep = mw.what_if("zoo:gpt2", ["dgx-a100", "dgx-h100"], [8], global_batch=64)
+    mw.plan("zoo:gpt2", "dgx-a100", 8, global_batch=64, tp=2, top=1).export("megatron", tmp_path / "a.sh", round=True)
+    check = mw.check(tmp_path / "a.sh", network="zoo:gpt2", hardware="dgx-a100", better=False)
+    for text in (repr(sweep), repr(check)):
+        assert max(map(len, text.splitlines())) <= 80, text
+    assert "micro_batch=" in repr(check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -48,6 +49,31 @@ def test_the_limits_decide_how_many_tokens_fit_and_what_is_too_slow() -> None:
     assert json.loads(slow.stdout)["rows"][0]["meets"] is False
     first = json.loads(run("--tokens", f"{row['tokens'] * 0.99:.0f}", "--within", "1h").stdout)["rows"][0]
     assert (first["devices"], first["meets"]) == (8, True)
+
+
+def test_fewer_devices_than_a_doubling_are_found() -> None:
+    """What 24 devices do in time takes 24, not 32."""
+
+    def rows(*limits: str) -> list[dict[str, Any]]:
+        command = [
+            "budget",
+            "zoo:gpt2",
+            "--hw",
+            "dgx-h100",
+            "--global-batch",
+            "480",
+            "--within",
+            "1h",
+            *limits,
+            "--json",
+        ]
+        found: list[dict[str, Any]] = json.loads(CliRunner().invoke(app, command).stdout)["rows"]
+        return found
+
+    tokens = 0.999 * rows("--devices", "24")[0]["tokens"]
+    tried = rows("--tokens", f"{tokens:.0f}")
+    assert (tried[0]["devices"], tried[0]["meets"]) == (24, True)
+    assert {row["devices"]: row["meets"] for row in tried} == {8: False, 16: False, 24: True, 32: True}
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import image
 
 from reports.served import LOOPBACK, Served, State, server
 from simulator.errors import InputError
@@ -91,3 +97,25 @@ def test_a_taken_port_is_an_error(port: int) -> None:
         server(port, Served((), ()))
     with pytest.raises(InputError, match="--port 70000"):
         server(70000, Served((), ()))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_a_browser_shows_the_plan_and_its_form_holds_the_state(port: int, tmp_path: Path) -> None:
+    state = State(network="zoo:gpt2-tiny", hw="dgx-a100", devices="16", pins="tp=2 pp=2")
+    dump = browsed(port, state, tmp_path, "--dump-dom")
+    fields = dict(re.findall(r'<input name="(\w+)" value="([^"]*)"', dump))
+    chosen = dict(re.findall(r'<select name="(\w+)">.*?<option selected="">([^<]*)', dump))
+    assert State(**fields, **chosen) == state
+    assert dump.count("<title>device ") == 16
+    shot = tmp_path / "page.png"
+    browsed(port, state, tmp_path, f"--screenshot={shot}")
+    pixels = image.imread(shot)[..., :3].reshape(-1, 3)
+    assert len(np.unique(pixels, axis=0)) > 50
+
+
+def browsed(port: int, state: State, folder: Path, act: str) -> str:
+    """What Chromium makes of the page in a window of 400 pixels."""
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}",
+               "--window-size=400,3000", act, f"http://{LOOPBACK}:{port}{state.link()}"]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

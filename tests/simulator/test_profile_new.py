@@ -88,6 +88,8 @@ def test_the_command_writes_a_file_that_is_planned_on(tmp_path: Path) -> None:
 
 
 def test_a_base_must_be_shipped(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"'local.yaml' is a file; name a shipped profile, or copy the file"):
+        new_profile("mine", "local.yaml", [])
     path = tmp_path / "mine.yaml"
     path.write_text("format: meshwright-profile\nversion: 1\nname: mine\nbased_on: dgx-h10\n")
     with pytest.raises(ProfileError, match="did you mean dgx-h100"):
