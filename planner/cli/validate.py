@@ -137,14 +137,23 @@ def _write_report(terminal: Terminal, folder: Path, result: AccuracyResult, meas
 
 
 def _command(measurements: list[Path], folder: Path, *, left_out: bool) -> str:
-    """The command that makes a report; a folder whose CSV files are all named is written with a star."""
+    """The command that makes a report; a folder whose CSV files are all named is written with a star.
+
+    A report is read on other machines: of what lies outside the current folder the last name alone is written.
+    """
+    here = Path.cwd()
+
+    def shown(path: Path) -> str:
+        whole = path.resolve()
+        return shlex.quote(str(whole.relative_to(here)) if whole.is_relative_to(here) else whole.name)
+
     names: list[str] = []
     for parent in dict.fromkeys(path.parent for path in measurements):
         inside = [path for path in measurements if path.parent == parent]
         whole = len(inside) > 1 and {path.name for path in inside} == {path.name for path in parent.glob("*.csv")}
-        names += [shlex.quote(str(parent)) + "/*.csv"] if whole else [shlex.quote(str(path)) for path in inside]
+        names += [f"{shown(parent)}/*.csv"] if whole else [shown(path) for path in inside]
     option = " --leave-one-source-out" if left_out else ""
-    return f"meshwright validate {' '.join(names)}{option} --report {shlex.quote(str(folder))}"
+    return f"meshwright validate {' '.join(names)}{option} --report {shown(folder)}"
 
 
 def _report_faults(terminal: Terminal, rows: list[MeasuredRow]) -> None:

@@ -56,13 +56,9 @@ def software_memory(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Mem
     graph : OperatorGraph
         The network, folded or not, at any batch.
     """
-    plain = plan.copies == 1 and not plan.host_embeddings and plan.offload_to == "host"
-    shape = _shape(plan.network, plan.sequence_length, graph.fingerprint) if plan.software and plain else None
+    shape = _shape_in(plan, graph)
     if shape is None or not _cut_by_width(plan, graph):
         return None
-    if plan.expert_load > 1.0 and shape.experts is not None:
-        places = max(plan.expert_load, UNEVEN_ROUTING)
-        shape = replace(shape, experts=replace(shape.experts, capacity_factor=places))
     try:
         return training_memory(
             TrainingRun(network=shape, setup=_setup(plan, graph, hardware, shape), hardware=hardware)
@@ -85,10 +81,10 @@ def held_by_software(
     shares_sequence : bool
         Whether tensor ranks share what lies between their products.
     """
-    shape = _shape(plan.network, plan.sequence_length, graph.fingerprint) if plan.software else None
+    shape = _shape_in(plan, graph)
     if shape is None or min(kept) <= 0:
         return Held()
-    setup = _setup(plan, graph, hardware, shape)
+    software, setup = software_named(plan.software), _setup(plan, graph, hardware, shape)
 
     @cache
     def layer(tensor: int, context: int, expert: int, micro_batch: int) -> tuple[float, ...]:
@@ -96,8 +92,10 @@ def held_by_software(
             setup, devices=tensor * context * expert, dp=expert, tp=tensor, cp=context, ep=expert, expert_tp=tensor,
             micro_batch=micro_batch, sequence_parallel=shares_sequence and tensor > 1,
         )  # fmt: skip
-        found = layer_bytes(TrainingRun(network=shape, setup=there, hardware=hardware))
-        return tuple(found.kept[Recompute(mode)] for mode in RECOMPUTE)
+        by_operator = replace(there, every_second_product=there.every_second_product or software.stack in _BY_OPERATOR)
+        of = {mode: by_operator if mode == Recompute.SELECTIVE else there for mode in RECOMPUTE}
+        found = {mode: layer_bytes(TrainingRun(network=shape, setup=of[mode], hardware=hardware)) for mode in RECOMPUTE}
+        return tuple(found[mode].kept[Recompute(mode)] for mode in RECOMPUTE)
 
     alone = layer_bytes(TrainingRun(network=shape, setup=setup, hardware=hardware))
     return Held(
@@ -109,6 +107,15 @@ def held_by_software(
         whole_between=True,
         fixed_bytes=alone.fixed,
     )
+
+
+def _shape_in(plan: Plan, graph: OperatorGraph) -> TransformerShape | None:
+    """Sizes of the network of a plan, with the places that its experts have; None where no formula describes it."""
+    plain = plan.copies == 1 and not plan.host_embeddings and plan.offload_to == "host"
+    shape = _shape(plan.network, plan.sequence_length, graph.fingerprint) if plan.software and plain else None
+    if shape is None or shape.experts is None or plan.expert_load <= 1.0:
+        return shape
+    return replace(shape, experts=replace(shape.experts, capacity_factor=max(plan.expert_load, UNEVEN_ROUTING)))
 
 
 @lru_cache(maxsize=64)

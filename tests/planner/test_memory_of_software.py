@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from planner.cost.memory.doubt import probability_to_fit
 from planner.planning.documents import prediction_document
 from planner.planning.planning import PlanRequest, plan_network
-from planner.planning.prediction import Prediction
+from planner.planning.prediction import Prediction, predict_plan
+from planner.planning.setting import setting_of
 from planner.plans.pins import Pins
 from simulator.profiles import profile_text
 from simulator.program import BufferKind
@@ -151,3 +152,29 @@ def test_a_plan_with_hardly_any_room_is_as_likely_to_fail_as_not() -> None:
     assert 0.2 < probability_to_fit(77.9, 78.0, "software") < 0.6
     assert probability_to_fit(40.0, 78.0, "software") > 0.95
     assert probability_to_fit(160.0, 78.0, "software") == 0
+
+
+@pytest.mark.parametrize(
+    ("software", "spec", "hardware", "pins"),
+    [
+        ("megatron_core", "zoo:llama2-7b", "dgx-h100", {}),
+        ("megatron_core", "zoo:gpt2", "dgx-a100", {}),
+        ("torchtitan", "zoo:llama2-7b", "dgx-a100", {"pp": "2"}),
+        ("deepspeed", "zoo:llama2-7b", "dgx-a100", {"recompute": "none"}),
+        ("mindspeed", "zoo:llama2-7b", "ascend910b-atlas800t-a2", {"pp": "2"}),
+        pytest.param("megatron_core", "zoo:mixtral-8x7b", "dgx-h100", {"pp": "2"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_search_takes_plans_to_need_what_they_are_predicted_to(
+    software: str, spec: str, hardware: str, pins: dict[str, str]
+) -> None:
+    """Else its best plans do not fit, and its bound is that of plans that nobody can run."""
+    request = PlanRequest(
+        network=spec, hardware=hardware, devices=16, global_batch=128, software=software, pins=Pins.read(pins)
+    )
+    setting = setting_of(request)
+    search, explored = setting.search, setting.search.explore(setting.pins, wanted=3)
+    for placed in explored.found:
+        taken = max(placed.partition.memory_bytes) + search.model().software.fixed_bytes
+        needed = predict_plan(search.plan(placed, search.certificate(explored)), search.graph, search.hardware)
+        assert 0.75 < taken / needed.peak_memory_bytes < 1.25
