@@ -175,8 +175,8 @@ class Configured:
         """What the software of the plans holds, from what it holds of a layer on one device."""
         if not self.base.get("software"):
             return Held()
-        alone = Configuration(micro_batch=1)
-        units = self.tables(Pins(), alone).units
+        # Hints speak of several devices.
+        units = replace(self, hints=NO_HINTS).tables(Pins(), Configuration(micro_batch=1)).units
         most = max(range(len(units)), key=lambda unit: self.decisions.chain.units[unit].count)
         labels = units[most]
         kept = [float(labels.activation_bytes[labels.recompute == mode].min()) for mode in range(len(RECOMPUTE))]

@@ -40,7 +40,8 @@ Memory of a rank: parameters, gradients and optimizer states, each whole or shar
 are gathered for the step; gradients as large as operators write them before they are summed; activations of the
 micro-batches in flight; what stands while one unit goes backward: gradients on their way, gathered parameters, and
 the term of a tied parameter that waits for the others. In schedules that put weight gradients off, micro-batches in
-flight have gone forward only, or wait for those with what they read, at whatever instant takes most.
+flight have gone forward only, or wait for those with what they read, at whatever instant takes most. Of software with a
+name, what layers keep, the sums of gradients and buffers are those of `planner.cost.memory` (`.storage.Held`).
 """
 
 from __future__ import annotations
