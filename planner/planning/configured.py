@@ -344,7 +344,7 @@ class Configured:
     def _may_overlap(self, pins: Pins) -> bool:
         """Whether the software may have tokens travel beside another micro-batch, and no pin says whether."""
         free = pins.expert_overlap is None and pins.expert_messages != "any" and pins.ep != 1
-        several = pins.micro_batches != 1 and pins.copies in (None, 1)
+        several = pins.micro_batches != 1 and pins.copies in (None, 1) and (pins.vpp != 1 or pins.pp == 1)
         runs = pins.runs is not None and "expert_overlap" in pins.runs.overlaps
         return runs and free and several and experts_of(self.graph) > 0
 

@@ -254,9 +254,10 @@ def _expert_axis(setup: TrainingSetup) -> int:
 
 def _expert_pins(setup: TrainingSetup) -> dict[str, object]:
     """How tokens travel to their experts, and what tensor ranks have of these."""
-    pins: dict[str, object] = {"expert_messages": "once_a_node" if setup.tokens_sent_once else "tokens"}
-    if setup.overlap_experts:
-        pins["expert_overlap"] = True
+    pins: dict[str, object] = {
+        "expert_messages": "once_a_node" if setup.tokens_sent_once else "tokens",
+        "expert_overlap": setup.overlap_experts,
+    }
     if setup.tp > 1:
         pins["expert_cut"] = "width" if setup.expert_tp > 1 else "whole"
     return pins

@@ -272,7 +272,7 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
     """
     pins = extent.pins
     # Frameworks hide tokens beside another micro-batch where a rank has several chunks, or all.
-    several = bool(pins.expert_overlap and pins.runs is not None) and pipeline > 1
+    several = bool(pins.expert_overlap and pins.runs is not None) and pipeline > 1 and pins.vpp is None
     searched = [name for name in SEARCHED if name != "gpipe" or micro_batches > 1]
     names = [ONE_STAGE, *searched] if pins.schedule is None else [pins.schedule]
     if pins.schedule is None and pins.runs is not None:
