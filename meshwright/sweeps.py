@@ -81,19 +81,19 @@ class WhatIfResult:
     def _table(self) -> tuple[list[summary.Column], list[tuple[str, ...]]]:
         first = next((row.best for row in self.found if row.best is not None), None)
         # The interval has no room beside cluster and scaling in 80 columns; `rows` has it.
-        columns: tuple[summary.Column, ...] = (("plan", False),)
-        if first is not None:
-            columns = tuple(one for one in summary.columns(first.prediction) if "interval" not in one[0])
+        columns = summary.columns(first.prediction) if first is not None else (("plan", False),)
+        shown = [place for place, (name, _) in enumerate(columns) if "interval" not in name]
         rows = []
         for row in self.found:
             start = (row.label, str(row.devices))
             if row.best is None:
-                rows.append((*start, "", f"no plan: {row.reason}", *[""] * (len(columns) - 1)))
+                rows.append((*start, "", f"no plan: {row.reason}", *[""] * (len(shown) - 1)))
             else:
                 scaling = "" if row.scaling_efficiency is None else percent_text(row.scaling_efficiency)
-                plan, time, _, *rest = summary.cells(row.best.plan, row.best.prediction)
-                rows.append((*start, scaling, plan, time, *rest))
-        return [("hardware", False), ("devices", True), ("scaling", True), *columns], rows
+                cells = summary.cells(row.best.plan, row.best.prediction)
+                rows.append((*start, scaling, *(cells[place] for place in shown)))
+        head = [("hardware", False), ("devices", True), ("scaling", True)]
+        return [*head, *(columns[place] for place in shown)], rows
 
 
 def what_if(

@@ -140,7 +140,7 @@ def _pipeline(config: TrainingConfig) -> dict[str, str]:
 
 
 def _flags(config: TrainingConfig) -> dict[str, str]:
-    """What is on and off, for every section that has a word in it."""
+    """Flags as overrides, written to every section that reads them."""
     said = {name: str(value).lower() for name in FLAGS if (value := getattr(config, name)) is not None}
     found = {key: said[name] for name, key in FLAGS.items() if name in said and key not in OVERLAPS.values()}
     if "overlap_parameters" in said:
@@ -194,10 +194,9 @@ def read(text: str, source: str) -> ReadConfig:
             said[key] = value.strip("'\"")
     values = {key: value for key, value in said.items() if value.lower() not in ("null", "none")}
     found: dict[str, object] = {name: _number(values, key, source) for name, key in NUMBERS.items()}
-    read_flags = {**{key: key for key in FLAGS.values()}, **{FLAGS[name]: key for name, key in OVERLAPS.items()}}
     for name, key in FLAGS.items():
-        place = read_flags[key] if read_flags[key] in values else key
-        if place in values:
+        place = next((one for one in (OVERLAPS.get(name, key), key) if one in values), None)
+        if place is not None:
             found[name] = _flag(values, place, source)
     notes: tuple[str, ...] = ()
     if found.get("tensor_overlap") and not (found.get("sequence_parallel") and int(str(found["tp"] or 1)) > 1):

@@ -410,7 +410,7 @@ def _described(
     )
 
 
-_SIZES = re.compile(r"(^|_)((hidden|intermediate|vocab|patch|image)_size|d_model|n_embd|heads|n_head)$")
+_SIZES = re.compile(r"(^|_)((hidden|intermediate|vocab|patch|image)_size|d_model|n_embd|heads|n_head|head_dim)$")
 _MAY_BE_ZERO = ("intermediate_size", "key_value_heads")
 """Parts that some networks lack."""
 
@@ -429,8 +429,11 @@ def _check_sizes(path: Path, settings: Mapping[str, Any]) -> None:
             raise NetworkError(
                 f"{path}: key {key!r} is {value!r}; at most {MAXIMUM_LAYERS} layers are planned: correct it"
             )
-        elif (_SIZES.search(key) or key == "head_dim") and value < (1 - key.endswith(_MAY_BE_ZERO)):
-            raise NetworkError(f"{path}: key {key!r} is {value!r}; it must be above 0: correct it")
+        elif _SIZES.search(key):
+            may_be_zero = key.endswith(_MAY_BE_ZERO)
+            if value < 0 or (value == 0 and not may_be_zero):
+                wanted = "0 or more" if may_be_zero else "above 0"
+                raise NetworkError(f"{path}: key {key!r} is {value!r}; it must be {wanted}: correct it")
 
 
 def _make_any(

@@ -68,7 +68,7 @@ def make_config(path: str, kind: str, settings: Mapping[str, Any]) -> PreTrained
 
 
 def said(error: Exception) -> str:
-    """What an error says; of those that say no more than a key or an operation, their kind as well."""
+    """The text of an error, behind its type where the text alone is a key or an operation."""
     return f"{type(error).__name__}: {error}" if isinstance(error, (LookupError, ArithmeticError)) else str(error)
 
 

@@ -66,12 +66,11 @@ class Scored:
 class Configured:
     """The searches of one request: tables are made once for all of them.
 
-    ``graph`` is folded, at the request's precision and batch 1; ``base`` are the fields of every plan; ``shared`` is
-    what searches of the same graph have made before; ``beside`` is the hardware where tokens travel to experts beside
-    another micro-batch. Parameters of less than ``threshold_bytes`` stay whole; without ``shares_sequence`` tensor
-    ranks do not share what lies between their products; ``unit_pins`` fix single units, ``hints`` strategies of
-    operators. Of the memory of a device the closed form is not given ``spared_bytes``, by which what it holds to fit
-    was found to miss.
+    ``graph`` is folded, at the request's precision and batch 1. ``base`` has the fields that all plans share, and
+    ``shared`` the tables that earlier searches of the same graph made. On ``overlapped`` tokens travel to experts
+    beside another micro-batch. Parameters of less than ``threshold_bytes`` stay whole. Without ``shares_sequence``
+    sequence parallelism is ruled out. ``unit_pins`` fix single units, ``hints`` strategies of operators. The closed
+    form is not given ``spared_bytes`` of a device's memory, by which plans missed that it held to fit.
     """
 
     graph: OperatorGraph
@@ -88,7 +87,7 @@ class Configured:
     unit_pins: UnitPins = FREE
     hints: StageHints = NO_HINTS
     spared_bytes: float = 0.0
-    beside: Hardware | None = None
+    overlapped: Hardware | None = None
     shares_sequence: bool = True
 
     def __post_init__(self) -> None:
@@ -172,14 +171,15 @@ class Configured:
 
     @cached_property
     def software(self) -> Held:
-        """What the software of the plans holds, from what it holds of a layer on one device."""
+        """The memory of the plans' software, worked out from one layer on one device."""
         if not self.base.get("software"):
             return Held()
         # Hints speak of several devices.
         units = replace(self, hints=NO_HINTS).tables(Pins(), Configuration(micro_batch=1)).units
         most = max(range(len(units)), key=lambda unit: self.decisions.chain.units[unit].count)
         labels = units[most]
-        kept = [float(labels.activation_bytes[labels.recompute == mode].min()) for mode in range(len(RECOMPUTE))]
+        each = [labels.activation_bytes[labels.recompute == mode].tolist() for mode in range(len(RECOMPUTE))]
+        kept = [min(ways, default=0.0) for ways in each]
         plan = Plan(
             **self.base,  # type: ignore[arg-type]
             micro_batch=1,
@@ -215,7 +215,7 @@ class Configured:
 
     def runs_on(self, expert_overlap: bool) -> Hardware:
         """The hardware as messages of tokens travel on it."""
-        return self.beside if expert_overlap and self.beside is not None else self.hardware
+        return self.overlapped if expert_overlap and self.overlapped is not None else self.hardware
 
     def tables(self, pins: Pins, configuration: Configuration, hardware: Hardware | None = None) -> StageTables:
         """Tables of a configuration's stage mesh at its micro-batch."""
@@ -335,7 +335,10 @@ class Configured:
         return joined(done) if len(done) > 1 else done[0]
 
     def _modes(self, pins: Pins) -> tuple[str | None, ...]:
-        """What is pinned of recomputation, else each mode that software has for the whole network; None where free."""
+        """The modes of recomputation to search apart: the pinned one, or each that software has for all layers.
+
+        None stands for a free choice in every layer.
+        """
         runs = pins.runs
         if pins.recompute is not None or self.unit_pins.modes or runs is None or runs.recompute_by_layer:
             return (pins.recompute,)

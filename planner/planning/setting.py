@@ -147,7 +147,7 @@ def setting_of(
         graph=graph,
         hardware=hardware,
         shares_sequence=pins.sequence_parallel is not False,
-        beside=run(expert_overlap=True) if experts_of(graph) else None,
+        overlapped=run(expert_overlap=True) if experts_of(graph) else None,
         devices=request.devices,
         global_batch=batch,
         optimizer=update,

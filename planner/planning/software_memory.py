@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 
 from planner.cost.memory.device import layer_bytes, training_memory
 from planner.cost.memory.figures import MemoryEstimate
-from planner.cost.memory.states import usual_gradient_bytes
+from planner.cost.memory.states import gradient_width, usual_gradient_bytes
 from planner.cost.memory_traits import UNEVEN_ROUTING
 from planner.cost.software import software_named
 from planner.cost.stacks import AttentionKernel, Stack, family_of
@@ -70,14 +70,14 @@ def software_memory(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Mem
 def held_by_software(
     plan: Plan, graph: OperatorGraph, hardware: Hardware, kept: Sequence[float], *, shares_sequence: bool
 ) -> Held:
-    """What the software of a plan holds, as a search knows it.
+    """Describe the memory of a plan's software for the search.
 
     Parameters
     ----------
     plan : Plan
-        Of one device and one sample, which keeps everything.
+        On one device, with one sample, without recomputation.
     kept : sequence of float
-        Bytes that a layer of it keeps in each mode by the operators of the network.
+        Activation bytes of a layer of it in each mode, by the operators of the network.
     shares_sequence : bool
         Whether tensor ranks share what lies between their products.
     """
@@ -103,7 +103,7 @@ def held_by_software(
         alone=tuple(kept),
         shares_sequence=shares_sequence,
         in_flight=alone.in_flight,
-        gradient_bytes=4.0 if plan.precision == "fp32" else float(setup.gradient_bytes),
+        gradient_bytes=gradient_width(setup),
         whole_between=True,
         fixed_bytes=alone.fixed,
     )

@@ -286,7 +286,7 @@ def _digest(items: Document) -> str:
 def parts_by_operator(document: Document, source: str) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Parts of each dim of each input, by operator, of a file that any program wrote.
 
-    What `export_plan` writes under MindSpore's names beside its own says nothing more, and is left out.
+    Entries that `export_plan` repeats under MindSpore's names are left out.
 
     Raises
     ------

@@ -82,10 +82,10 @@ def _memory(run: TrainingRun, indices: Iterable[int]) -> MemoryEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """What a layer of a run's most frequent kind keeps for its backward pass, and what the allocator holds besides.
+    """Activation bytes of a run's most frequent layer, with the allocator's share.
 
-    ``kept`` are bytes of one micro-batch by mode of recomputation, the allocator's share included; they are
-    ``in_flight`` times as many where several micro-batches are in flight. ``fixed`` stand on every rank.
+    ``kept`` has them for one micro-batch by mode of recomputation. With several micro-batches in flight each takes
+    ``in_flight`` times as many. Every rank holds ``fixed`` bytes besides.
     """
 
     kept: dict[Recompute, float]
@@ -94,16 +94,16 @@ class LayerBytes:
 
 
 def layer_bytes(run: TrainingRun) -> LayerBytes:
-    """What one layer of a transformer keeps, by the formulas of `training_memory`."""
+    """Activation bytes of one transformer layer, by the formulas of `training_memory`."""
     shape, setup, traits = run.network, run.setup, traits_of(run.setup.stack)
     assert isinstance(shape, TransformerShape)  # others have no layers that are alike
     dense, expert, _ = _activations(shape, setup)
     layer, share = expert if shape.experts else dense, 1 + traits.reserved_share
-    kept = {mode: layer.kept(setup, mode) * share for mode in Recompute}
-    if setup.every_second_product:
-        kept |= {Recompute.SELECTIVE: layer.alternate * share}
     return LayerBytes(
-        kept=kept,
+        kept={
+            mode: (layer.alternate if setup.every_second_product else layer.kept(setup, mode)) * share
+            for mode in Recompute
+        },
         in_flight=1 + traits.in_flight_share / share,
         fixed=traits.allocator_bytes + workspace_bytes(traits, setup, run.hardware),
     )

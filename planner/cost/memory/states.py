@@ -73,7 +73,7 @@ def states_of(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTr
         held = 0.0
     return RankStates(
         parameters=held * (trained * width + (1 - trained) * frozen),
-        gradients=reduced * (4 if low == 4 else setup.gradient_bytes),
+        gradients=reduced * gradient_width(setup),
         master_weights=setup.master_weight_bytes * on_device if has_master else 0.0,
         moments=MOMENTS[setup.optimizer] * moment * on_device,
     ), updated
@@ -93,6 +93,11 @@ def usual_gradient_bytes(stack: Stack, precision: str) -> int:
     """
     narrow = (Stack.MEGATRON, Stack.DEEPSPEED, Stack.MINDSPORE, Stack.MINDSPEED)
     return 2 if precision == "fp16" and stack in narrow else 4
+
+
+def gradient_width(setup: TrainingSetup) -> float:
+    """Bytes of one element of the sums of gradients."""
+    return 4.0 if LOW_PRECISION_BYTES[setup.precision] == 4 else float(setup.gradient_bytes)
 
 
 def accumulated_apart(setup: TrainingSetup) -> bool:

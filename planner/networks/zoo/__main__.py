@@ -11,10 +11,18 @@ from planner.networks.network import capture_short, kept_as
 from planner.networks.zoo.captured import FOLDER
 from simulator.whole_file import write_whole
 
-for network in (load_network(one.spec) for one in list_networks()):
-    if network.decoder is None:
+
+def main() -> None:
+    """Write a file for every built-in network that is captured."""
+    for network in (load_network(one.spec) for one in list_networks()):
+        if network.decoder is not None:
+            continue
         found = capture_short(network)
-        assert found is not None  # a list of blocks that could not be shortened is captured whole
+        assert found is not None  # no built-in network counts its own blocks
         lists = {path: asdict(one) for path, one in found[1].items()}
         held = {"captured": kept_as(network), "lists": lists, "graph": graph_to_json(found[0])}
         write_whole(FOLDER / f"{network.name}.json", json.dumps(held, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""What torch captures of built-in networks, kept in ``captured/``: planning one needs no torch, the first time too.
+"""Captured graphs of built-in networks, shipped in ``captured/``, so that even the first plan of one needs no torch.
 
 Decoders are written from their sizes (`planner.networks.decoder`) and have no file. A test captures the others and
 compares; after a change of the capture, ``python -m planner.networks.zoo`` writes them anew.

@@ -307,7 +307,7 @@ def _something_left(extent: Extent) -> None:
 
 
 def _why_no_schedule(extent: Extent) -> str:
-    """What a pinned schedule needs of micro-batches, or that there are too many, where that is what is in the way."""
+    """Say which number of micro-batches a pinned schedule needs, or that there are too many."""
     pins, runs = extent.pins, extent.pins.runs
     if extent.global_batch // extent.devices > MOST_MICRO_BATCHES:
         return f": a step has at most {MOST_MICRO_BATCHES} micro-batches"

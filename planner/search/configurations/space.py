@@ -272,7 +272,8 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
     """
     pins = extent.pins
     # Frameworks hide tokens beside another micro-batch where a rank has several chunks, or all.
-    several = bool(pins.expert_overlap and pins.runs is not None) and pipeline > 1 and pins.vpp is None
+    overlaps = bool(pins.expert_overlap and pins.runs is not None) and pipeline > 1 and pins.vpp is None
+    fewest = 2 if overlaps else 1
     searched = [name for name in SEARCHED if name != "gpipe" or micro_batches > 1]
     names = [ONE_STAGE, *searched] if pins.schedule is None else [pins.schedule]
     if pins.schedule is None and pins.runs is not None:
@@ -283,7 +284,7 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
             deepest = extent.units // pipeline
             chunks = [pins.vpp] if pins.vpp else sorted({*range(2, MOST_CHUNKS + 1), max(deepest, 2)})
         for virtual in chunks:
-            wanted = pins.vpp in (None, virtual) and pipeline * virtual <= extent.units and virtual > several
+            wanted = pins.vpp in (None, virtual) and fewest * pipeline <= pipeline * virtual <= extent.units
             wanted = wanted and pipeline * virtual * micro_batches <= MOST_PASSES
             if name == "interleaved_1f1b" and micro_batches % pipeline:
                 # Few frameworks run remainders, so they are planned where the schedule is pinned.

@@ -80,7 +80,7 @@ def scatters_each(configuration: Configuration) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What software holds of a plan, where that is not what the operators of its network do.
+    """Memory that software takes where it differs from that of the network's operators.
 
     Attributes
     ----------
