@@ -20,7 +20,7 @@ from planner.graph import cache
 from planner.networks.adapters import CONFIG as ADAPTER_CONFIG
 from planner.networks.adapters import Adapters, read_adapters
 from planner.networks.child import forks, in_child
-from planner.networks.decoder.known import hugging_face_decoder
+from planner.networks.decoder.known import READ, hugging_face_decoder
 from planner.networks.mindformers_config import transformers_config
 from planner.networks.network import CAPTURED_BLOCKS, Network
 from planner.networks.zoo.table import EXPERTS_NOTE, language_inputs
@@ -116,6 +116,23 @@ It is named as in the data scripts of BERT; configs of transformers have no such
 WITH_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")
 _DENSE_LAYERS: Mapping[str, int] = {"deepseek_v2": 0, "deepseek_v3": 3}
 """Layers in front whose feed-forward layers are no experts, where a config does not say."""
+_LATENT: dict[str, Any] = {"num_attention_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
+_LATENT |= {"qk_nope_head_dim": 128, "v_head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+_LATENT |= {"tie_word_embeddings": False}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    **READ,
+    "deepseek_v2": _LATENT | {
+        "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "moe_intermediate_size": 1407,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "n_shared_experts": 2, "n_routed_experts": 64,
+        "first_k_dense_replace": _DENSE_LAYERS["deepseek_v2"],
+    },
+    "deepseek_v3": _LATENT | {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "first_k_dense_replace": _DENSE_LAYERS["deepseek_v3"],
+    },
+}  # fmt: skip
+"""Sizes that a configuration has where the file leaves them out, as transformers 5 has them."""
 _ALIASES = {"gpt2": {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}}
 _ALIASES["gpt2"]["max_position_embeddings"] = "n_positions"
 
@@ -154,8 +171,8 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     if kind in WITH_EXPERTS:
         notes += (EXPERTS_NOTE,)
     predicted = _predicted(path, kind, settings, length)
-    sizes = hugging_face_decoder(kind, settings)
-    if sizes is None:
+    decoder = hugging_face_decoder(kind, settings)
+    if decoder is None:
         _check_without_torch(path, kind, settings)
     adapters, content = None, json.dumps({"hf": kind, **settings}, sort_keys=True)
     if adapted is not None:
@@ -178,8 +195,8 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         content=content,
         notes=notes,
         stored=stored,
-        sizes=sizes,
-        decoder=sizes
+        config={} if model.masked else {**_DEFAULTS[kind], **settings},
+        decoder=decoder
         if adapters is None and (length > 1 or kind != "mixtral") and not _windowed(settings, length)
         else None,
     )
@@ -406,6 +423,7 @@ def _described(
         ),
         content=content,
         stored=stored,
+        config=facts.config,
         notes=dropout + quantised + ((EXPERTS_NOTE,) if facts.experts else ()) + notes,
     )
 

@@ -104,6 +104,7 @@ class Facts:
     """What a configuration says of a network before its module is made.
 
     ``dropout`` are the keys of chances that training leaves out; ``sequence_length`` is None where no tokens are read.
+    ``config`` has every key of a causal language model's configuration; it is empty for other networks.
     """
 
     class_name: str
@@ -112,6 +113,7 @@ class Facts:
     sequence_length: int | None
     dropout: tuple[str, ...]
     experts: bool
+    config: Mapping[str, Any]
 
 
 def facts(
@@ -145,6 +147,7 @@ def facts(
         sequence_length=length if tokens else None,
         dropout=tuple(without_chance(config)),
         experts=any(number(part, *EXPERTS) for part in _parts(config)),
+        config=dict(config.to_dict()) if model_class.__name__.endswith("ForCausalLM") else {},
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner.graph import cache
 from planner.graph.attention import WRITTEN_OUT, with_attention
@@ -42,8 +42,8 @@ class Network:
     ``forward(*inputs)`` is the scalar mean loss. ``depth`` is the number of equal blocks, if ``make`` can
     leave some out; of ``captured_blocks`` the last two then stand for all but those before them.
     ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
-    set for known families: their graph is written from it, without torch, equal to the capture's. ``sizes`` are those
-    of a known family whose graph is captured all the same, as one with adapters is. ``marks`` are
+    set for known families: their graph is written from it, without torch, equal to the capture's. ``config`` is the
+    configuration of transformers of a causal language model, complete, or empty. ``marks`` are
     those that the network's own code has on its modules, ``layerwise`` the parameters it marks as each rank's own.
     ``attention``, ``norms`` and ``fusion`` are how these run, of the kinds of `planner.graph.attention`,
     `planner.graph.norms` and `planner.graph.fusion`.
@@ -63,7 +63,7 @@ class Network:
     content: str = ""
     notes: tuple[str, ...] = ()
     decoder: Decoder | None = None
-    sizes: Decoder | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
     marks: Marks | None = None
     layerwise: tuple[str, ...] = ()
     attention: str = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 
 from planner.cost.memory.device import layer_bytes, training_memory
 from planner.cost.memory.figures import MemoryEstimate
@@ -19,7 +19,6 @@ from planner.cost.memory_traits import UNEVEN_ROUTING
 from planner.cost.software import software_named
 from planner.cost.stacks import AttentionKernel, Stack, family_of
 from planner.cost.training_run import (
-    Experts,
     OptimizerSharding,
     Recompute,
     TrainingRun,
@@ -28,10 +27,7 @@ from planner.cost.training_run import (
 )
 from planner.cost.work import trained_dtype
 from planner.graph.operator_graph import DTYPE_BYTES, STORED_BYTES, OperatorGraph
-from planner.networks import load_network
-from planner.networks.decoder.gpt import HuggingFaceGPT2, ZooGPT
-from planner.networks.decoder.llama import HuggingFaceLlama, ZooLlama
-from planner.networks.decoder.mixtral import HuggingFaceMixtral, ZooMixtral
+from planner.planning.network_shape import shape_of
 from planner.plans.plan import Plan, stored_parameters
 from planner.search.configurations.storage import Held
 from planner.search.units.records import RECOMPUTE
@@ -41,8 +37,6 @@ from simulator.hardware import Hardware
 _BY_OPERATOR = (Stack.EAGER, Stack.COMPILED)
 """Stacks whose selective recomputation keeps every second product (torchtitan), not all but the attention core."""
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
-_WITH_SIZES = ("zoo:", "hf:")
-"""Sources of networks whose sizes are known without their code."""
 
 
 def software_memory(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> MemoryEstimate | None:
@@ -112,46 +106,10 @@ def held_by_software(
 def _shape_in(plan: Plan, graph: OperatorGraph) -> TransformerShape | None:
     """Sizes of the network of a plan, with the places that its experts have; None where no formula describes it."""
     plain = plan.copies == 1 and not plan.host_embeddings and plan.offload_to == "host"
-    shape = _shape(plan.network, plan.sequence_length, graph.fingerprint) if plan.software and plain else None
+    shape = shape_of(plan.network, plan.sequence_length, graph) if plan.software and plain else None
     if shape is None or shape.experts is None or plan.expert_load <= 1.0:
         return shape
     return replace(shape, experts=replace(shape.experts, capacity_factor=max(plan.expert_load, UNEVEN_ROUTING)))
-
-
-@lru_cache(maxsize=64)
-def _shape(spec: str, sequence: int | None, _fingerprint: str) -> TransformerShape | None:
-    """Sizes of the network of a specification; the fingerprint tells apart what files held at different times."""
-    if not spec.startswith(_WITH_SIZES) or sequence is None:
-        return None
-    network = load_network(spec, sequence_length=sequence)
-    known, layers = network.decoder or network.sizes, network.depth
-    if known is None or layers is None:
-        return None
-    dropout = any(note.startswith("dropout is left out") for note in network.notes)
-    if isinstance(known, ZooGPT | HuggingFaceGPT2):
-        sizes = known.config if isinstance(known, ZooGPT) else known
-        return TransformerShape(
-            name=network.name, layers=layers, hidden=sizes.hidden, heads=sizes.heads, key_value_heads=sizes.heads,
-            head_size=sizes.hidden // sizes.heads,
-            feed_forward=known.inner if isinstance(known, HuggingFaceGPT2) else 4 * sizes.hidden,
-            vocabulary=sizes.vocabulary, sequence_length=sequence, learned_positions=sizes.positions, dropout=dropout,
-            tied_embeddings=known.tied_embedding if isinstance(known, HuggingFaceGPT2) else True,
-        )  # fmt: skip
-    if not isinstance(known, ZooLlama | HuggingFaceLlama):
-        return None
-    llama = known.config if isinstance(known, ZooLlama) else known
-    experts = None
-    if isinstance(known, ZooMixtral | HuggingFaceMixtral):
-        count = known.config if isinstance(known, ZooMixtral) else known
-        experts = Experts(count=count.experts, per_token=count.chosen_experts, feed_forward=count.intermediate)
-    return TransformerShape(
-        name=network.name, layers=layers, hidden=llama.hidden, heads=llama.heads,
-        key_value_heads=llama.key_value_heads,
-        head_size=known.head if isinstance(known, HuggingFaceLlama) else llama.hidden // llama.heads,
-        feed_forward=llama.intermediate, vocabulary=llama.vocabulary, sequence_length=sequence, gated=True,
-        rms_norm=True, biases=False, rotary=True, dropout=dropout, experts=experts,
-        tied_embeddings=known.tied_embedding if isinstance(known, HuggingFaceLlama) else False,
-    )  # fmt: skip
 
 
 def _cut_by_width(plan: Plan, graph: OperatorGraph) -> bool:

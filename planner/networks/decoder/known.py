@@ -11,7 +11,7 @@ from planner.networks.decoder.llama import HuggingFaceLlama, ZooLlama
 from planner.networks.decoder.mixtral import HuggingFaceMixtral, ZooMixtral
 from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig, MixtralConfig
 
-_READ: dict[str, dict[str, Any]] = {
+READ: dict[str, dict[str, Any]] = {
     "gpt2": {
         "vocab_size": 50257,
         "n_positions": 1024,
@@ -126,9 +126,9 @@ def hugging_face_decoder(kind: str, settings: Mapping[str, Any]) -> Decoder | No
     An unusual activation, a bias, scaled rotary positions, an unknown key or a value that transformers
     would refuse leave the network to the capture.
     """
-    if kind not in _READ or not all(_understood(kind, key, value) for key, value in settings.items()):
+    if kind not in READ or not all(_understood(kind, key, value) for key, value in settings.items()):
         return None
-    values = {**_READ[kind], **settings}
+    values = {**READ[kind], **settings}
     return _gpt2(values) if kind == "gpt2" else _llama(kind, values)
 
 
@@ -143,8 +143,8 @@ def _understood(kind: str, key: str, value: Any) -> bool:
     if key in _FIXED[kind]:
         fixed = _FIXED[kind][key]
         return type(value) is type(fixed) and bool(value == fixed)
-    default = _READ[kind].get(key)
-    return key in _READ[kind] and (default is None or type(value) is type(default))
+    default = READ[kind].get(key)
+    return key in READ[kind] and (default is None or type(value) is type(default))
 
 
 def _gpt2(values: Mapping[str, Any]) -> Decoder | None:

@@ -55,6 +55,7 @@ class Agenda:
         self.table_work, self.dives, self.others = 0.0, 0, 0
         self.work = dict.fromkeys(WORK, 0)
         self.apart: list[float] = []
+        self.unproven: list[float] = []
 
     def waiting(self) -> Iterator[float]:
         """Bounds of all that waits."""
@@ -78,20 +79,23 @@ class Agenda:
         if self.until_found and self.result.found:
             return None
         hurried = self.patience.asked or self.result.tables >= DIVE * (self.dives + 1)
-        if hurried and (deepest := self._deepest()) is not None:
+        if hurried and not self._bounds_spent() and (deepest := self._deepest()) is not None:
             return deepest
         while self.heap or self._proves():
             _, serial, bound, node = heapq.heappop(self.heap)
             if not node.waits:
                 continue
             node.waits = False
-            if self._needs_table(node):
+            if self._bounds_spent() and (node.stage >= Depth.STORAGE or bound >= min(self.unproven, default=np.inf)):
+                # Others may still raise the bound over the space, as long as it is not what this one leaves open.
+                self.unproven.append(bound)
+            elif self._needs_table(node):
                 heapq.heappush(self.held, (bound, serial, node))
             elif bound < self.best * (1 - PROOF):
                 return bound, node
             else:
                 heapq.heappush(self.later, (bound, serial, bound, node))
-        if self.late():
+        if self.late() or self._bounds_spent():
             return None
         while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
             key, serial, bound, node = heapq.heappop(self.later)
@@ -111,8 +115,11 @@ class Agenda:
             result.solved >= self.solves
             or self.table_work >= TABLES * max(share, 0.4)
             or result.opened >= NODES * share
-            or (bool(result.found) and self.work["bounds"] >= WORK["bounds"])
         )
+
+    def _bounds_spent(self) -> bool:
+        """Whether a plan is found and nothing is bounded any more with its states in one storage."""
+        return bool(self.result.found) and self.work["bounds"] >= WORK["bounds"]
 
     def late(self) -> bool:
         """Whether a plan is found and what is left is bounded alone."""
@@ -160,7 +167,7 @@ class Agenda:
     def _needs_table(self, node: SearchNode) -> bool:
         """Whether a node waits for a table when there are to be no more of them."""
         share, key = max(self.solves / SOLVES, 0.4), node.key
-        made = node.stage > Depth.ORDER or (node.stage is Depth.ORDER and key in self.made)
+        made = node.stage > Depth.ORDER or key in self.made
         if node.stage is Depth.WHOLE and key not in self.labelled and key not in self.proven:
             return bool(self.result.found) and sum(self.labelled.values()) >= LABELLED
         return not made and self.table_work >= TABLES * share

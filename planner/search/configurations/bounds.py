@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -287,23 +288,32 @@ def standing_bytes(model: StepModel, tables: StageTables, ways: Sequence[Configu
     ]
 
 
-def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:
-    """Whether no message inside a stage is faster in another order of the same axes, at any payload."""
-    return _never_faster(hardware, tuple(usual.degrees.values()), usual.order, other.order)
+def never_faster(
+    hardware: Hardware, usual: Configuration, other: Configuration, axes: tuple[str, ...] = AXES[2:]
+) -> bool:
+    """Whether no message along some axes, those inside a stage, is faster in another order of them, at any payload."""
+    return _never_faster(hardware, tuple(usual.degrees.values()), usual.order, other.order, axes)
 
 
 @lru_cache(maxsize=4096)
 def _never_faster(
-    hardware: Hardware, sizes: tuple[int, ...], usual_order: tuple[str, ...], other_order: tuple[str, ...]
+    hardware: Hardware,
+    sizes: tuple[int, ...],
+    usual_order: tuple[str, ...],
+    other_order: tuple[str, ...],
+    axes: tuple[str, ...],
 ) -> bool:
     degrees = dict(zip(AXES, sizes, strict=True))
     usual, other = (Configuration(**degrees, order=order) for order in (usual_order, other_order))  # type: ignore[arg-type]
-    for axis in AXES[2:]:
+    for axis in axes:
         size = degrees[axis]
         if size == 1 or usual.stride(axis) == other.stride(axis):
             continue
-        for collective in _INSIDE:
-            here, there = (payloads_s(hardware, collective, size, c.stride(axis), axis=axis) for c in (usual, other))
+        for collective, sharded in product(_INSIDE, (False, True) if axis == "data" else (False,)):
+            here, there = (
+                payloads_s(hardware, collective, size, c.stride(axis), sharded=sharded, axis=axis)
+                for c in (usual, other)
+            )
             if np.any(there < here * (1 - _ROUNDING)):
                 return False
     return True

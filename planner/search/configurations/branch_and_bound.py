@@ -33,6 +33,7 @@ from planner.search.configurations.bounds import (
     weight,
     whole_bound,
 )
+from planner.search.configurations.configuration import AXES
 from planner.search.configurations.explored import Explored, Placed, Unfit, shape_of
 from planner.search.configurations.least_states import LeastStates, least_states_of
 from planner.search.configurations.limits import (
@@ -111,7 +112,6 @@ class _Search(Agenda):
         self.extent, self.model, self.tables_of, self.sample_s = extent, model, tables_of, sample_s
         self.families: set[tuple[str, ...]] = set()
         self.too_wide: set[int] = set()
-        self.unproven: list[float] = []
         self.moved: set[Configuration] = set()
         self.states: dict[tuple[int, ...], LeastStates | None] = {}
         self.stored: dict[Configuration, list[Configuration]] = {}
@@ -174,8 +174,14 @@ class _Search(Agenda):
 
     def _bound(self, bound: float, node: SearchNode) -> None:
         if node.stage is Depth.BASE:
-            usual, *others = orders(self.extent, node.configuration)
-            self.push(bound, SearchNode(Depth.ORDER, usual, others=tuple(others)))
+            self._any_order(bound, node.configuration)
+        elif node.stage is Depth.ANY_ORDER:
+            usual, *others = node.others
+            if (states := self._least_states(self._table(node.configuration), node.configuration)) is not None:
+                least_s = states_bounds(
+                    self.extent, self.model, self._table(node.configuration), node.configuration, states, bound
+                )
+                self.push(float(least_s.min()), SearchNode(Depth.ORDER, usual, others=tuple(others)))
         elif node.stage is Depth.EVEN:
             self._units(bound, node.configuration)
         elif node.stage is Depth.STATES:
@@ -188,6 +194,20 @@ class _Search(Agenda):
             self._time(bound, node)
         else:
             self._limit(bound, node)
+
+    def _any_order(self, bound: float, base: Configuration) -> None:
+        """Bound all orders of the axes of a base at once, as if the neighbours along every axis were side by side."""
+        ordered, beside = orders(self.extent, base), replace(base, order=())
+        if all(never_faster(self.extent.hardware, beside, order, AXES[1:]) for order in ordered):
+            if (tables := self._opened(beside)) is None:
+                if self.number.of(beside) in self.too_wide:
+                    self.unproven.append(bound)
+                return
+            least = max(bound, whole_bound(self.extent, self.model, tables, beside))
+            self.push(least, SearchNode(Depth.ANY_ORDER, beside, others=tuple(ordered)))
+        else:
+            usual, *others = ordered
+            self.push(bound, SearchNode(Depth.ORDER, usual, others=tuple(others)))
 
     def _open_order(self, bound: float, node: SearchNode) -> None:
         """Table an order's stage mesh and bound it by the work of all units; other orders wait for what it says."""

@@ -23,20 +23,22 @@ class Depth(IntEnum):
     """How far a configuration is looked into."""
 
     BASE = 0
-    ORDERS = 1
-    ORDER = 2
-    EVEN = 3
-    STATES = 4
-    CHAINED = 5
-    WHOLE = 6
-    STORAGE = 7
-    TIMED = 8
-    BOUNDED = 9
-    SOLVED = 10
+    ANY_ORDER = 1
+    ORDERS = 2
+    ORDER = 3
+    EVEN = 4
+    STATES = 5
+    CHAINED = 6
+    WHOLE = 7
+    STORAGE = 8
+    TIMED = 9
+    BOUNDED = 10
+    SOLVED = 11
 
 
 OPTIMISM = {
     Depth.BASE: 1.1,
+    Depth.ANY_ORDER: 1.08,
     Depth.ORDERS: 1.08,
     Depth.ORDER: 1.08,
     Depth.EVEN: 1.05,

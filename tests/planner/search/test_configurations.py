@@ -21,16 +21,18 @@ from planner.search.configurations.bounds import (
     computed_ahead,
     even_bound,
     memory_bound,
+    never_faster,
     passes_bound,
     standing_bytes,
     states_bounds,
     task_bound,
 )
 from planner.search.configurations.branch_and_bound import explore
+from planner.search.configurations.configuration import AXES
 from planner.search.configurations.explored import Explored, diverse, shape_of
 from planner.search.configurations.least_states import least_states_in, least_states_of
 from planner.search.configurations.schedule_shapes import PINNED, SEARCHED
-from planner.search.configurations.space import Extent, bases, configurations, schedules, storages
+from planner.search.configurations.space import Extent, bases, configurations, orders, schedules, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.exact.elimination import TooWideError
 from planner.search.stages.chain_bound import chain_bound, unlike
@@ -193,6 +195,30 @@ def test_no_configuration_is_faster_than_its_bounds(
         assert passes + least.last_s(step, c)[0] <= best * (1 + 1e-9), c
         if standing_bytes(step, tables, [c])[0] > c.pipeline * step.limit_bytes or not least.fits[0]:
             assert found is None, c
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_no_order_of_axes_is_faster_than_the_bound_over_all_orders(micro_batch: int) -> None:
+    """With the neighbours along every axis side by side nothing takes longer than in any order, over several nodes."""
+    units, step = network(2, elements=1e8), model(40.0)
+    extent = Extent(hardware=A100, devices=64, global_batch=64, pins=Pins(pp=2, micro_batch=micro_batch), units=4)
+    compared = 0
+    for base in bases(extent):
+        beside = replace(base, order=())
+        if not all(never_faster(A100, beside, order, AXES[1:]) for order in orders(extent, base)):
+            continue
+        together = made_tables(units, beside, A100)
+        for ordered in orders(extent, base):
+            tables = made_tables(units, ordered, A100)
+            for stored in storages(extent, ordered):
+                unordered = replace(stored, order=())
+                least, found = (
+                    states_bounds(extent, step, t, c, least_states_in(step, t, c))[0]
+                    for t, c in ((together, unordered), (tables, stored))
+                )
+                compared += 1
+                assert least <= found * (1 + 1e-9), stored
+    assert compared > 100
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

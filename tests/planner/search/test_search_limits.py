@@ -40,12 +40,12 @@ def test_limits_leave_a_true_bound(name: str, value: object, monkeypatch: pytest
 
 def test_labels_for_the_proof_raise_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     units = network(4, elements=2e8)
-    best = search(units, 8, 16, 8.0).found[0].objective_s
+    best = search(units, 16, 32, 8.0).found[0].objective_s
     monkeypatch.setattr(agenda, "LABELLED", 1)
     monkeypatch.setattr(agenda, "PROOFS", 0)
-    without = search(units, 8, 16, 8.0)
+    without = search(units, 16, 32, 8.0)
     monkeypatch.setattr(agenda, "PROOFS", 64)
-    proven = search(units, 8, 16, 8.0, wanted=1)
+    proven = search(units, 16, 32, 8.0, wanted=1)
     assert without.lower_bound_s < proven.lower_bound_s
     assert proven.lower_bound_s == pytest.approx(best)
 
