@@ -10,7 +10,7 @@ from math import prod
 from planner.graph.experts import experts_of
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.options import recompute_modes
-from planner.plans.plan import Plan, expanded_rules
+from planner.plans.plan import Plan, deals_experts
 from simulator.errors import InputError
 
 CHEAP_MODULES = ("core_attn", "layernorm", "moe_act")
@@ -119,7 +119,7 @@ def config_of(plan: Plan, graph: OperatorGraph, *, overlaps: bool = True) -> Tra
         Whether the plan's software lets messages of gradients and parameters travel beside kernels.
     """
     experts, tensor = plan.degree("expert"), plan.degree("tensor")
-    whole = tensor > 1 and _holds_whole_experts(plan, graph)
+    whole = deals_experts(plan, graph)
     data = plan.degree("data") * experts
     mode, modules, by_layer = _recomputed(plan, graph)
     sharded = plan.optimizer_sharding != "none"
@@ -245,22 +245,6 @@ def _count(plan: Plan) -> int | None:
 
 def _uneven(layers: tuple[int, ...]) -> tuple[int, ...]:
     return () if len(set(layers)) <= 1 else layers
-
-
-def _holds_whole_experts(plan: Plan, graph: OperatorGraph) -> bool:
-    """Whether tensor ranks deal experts out instead of cutting each along its width."""
-    if not experts_of(graph):
-        return False
-    axis = [a.name for a in plan.mesh.axes].index("tensor")
-    rules = expanded_rules(plan)
-    cuts = [
-        rules[parameter.name][axis].outputs[0]
-        for parameter in graph.parameters
-        if "expert" in parameter.name
-        and parameter.name in rules
-        and len(graph.nodes[parameter.node].outputs[0].shape) == 3
-    ]
-    return bool(cuts) and all(cut == 0 for cut in cuts)
 
 
 def _recomputed(plan: Plan, graph: OperatorGraph) -> tuple[str, tuple[str, ...], tuple[str, ...]]:

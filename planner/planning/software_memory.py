@@ -28,7 +28,7 @@ from planner.cost.training_run import (
 from planner.cost.work import trained_dtype
 from planner.graph.operator_graph import DTYPE_BYTES, STORED_BYTES, OperatorGraph
 from planner.planning.network_shape import shape_of
-from planner.plans.plan import Plan, stored_parameters
+from planner.plans.plan import Plan, deals_experts, stored_parameters
 from planner.search.configurations.storage import Held
 from planner.search.units.records import RECOMPUTE
 from simulator.errors import InputError
@@ -127,7 +127,7 @@ def _cut_by_width(plan: Plan, graph: OperatorGraph) -> bool:
 def _setup(plan: Plan, graph: OperatorGraph, hardware: Hardware, shape: TransformerShape) -> TrainingSetup:
     software = software_named(plan.software)
     tensor, ranks = plan.degree("tensor"), plan.degree("expert")
-    whole = ranks > 1 and tensor > 1 and _experts_whole(plan)
+    whole = ranks > 1 and deals_experts(plan, graph)
     chunks = tuple(_chunk_layers(plan, shape.layers))
     attention = plan.attention or software.attention.get(family_of(hardware.device_name), "") or hardware.attention
     shared = plan.shard_size if plan.shard_size < plan.degree("data") else 0
@@ -185,14 +185,6 @@ def _frozen_bytes(graph: OperatorGraph) -> float:
         times * (spec.size_bytes if spec.dtype in STORED_BYTES else spec.elements * wide) for times, spec in frozen
     )
     return held / sum(times * spec.elements for times, spec in frozen)
-
-
-def _experts_whole(plan: Plan) -> bool:
-    """Whether tensor ranks have experts of their own, not parts of all of them."""
-    place = next(i for i, axis in enumerate(plan.mesh.axes) if axis.name == "tensor")
-    rules = (*(part.rules for part in plan.layers), plan.rules)
-    stored = [each[name] for each in rules for name in each if re.search(r"experts\.(?:gate|up|down)", name)]
-    return bool(stored) and all(rule[place].outputs[0] == 0 for rule in stored)  # the dim of experts
 
 
 def _layer_of(name: str) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from planner.graph.experts import experts_of
 from planner.graph.folding import template_name
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks.marks import Swap
@@ -345,3 +346,19 @@ def stored_parameters(
     for times, part_rules in parts:
         for name in part_rules.keys() & elements.keys():
             yield times * elements[name], tuple(rule.outputs[0] for rule in part_rules[name])
+
+
+def deals_experts(plan: Plan, graph: OperatorGraph) -> bool:
+    """Whether tensor ranks deal experts out instead of cutting each along its width."""
+    axis = next((i for i, a in enumerate(plan.mesh.axes) if a.name == "tensor" and a.size > 1), None)
+    if axis is None or not experts_of(graph):
+        return False
+    rules = expanded_rules(plan)
+    cuts = [
+        rules[parameter.name][axis].outputs[0]
+        for parameter in graph.parameters
+        if "expert" in parameter.name
+        and parameter.name in rules
+        and len(graph.nodes[parameter.node].outputs[0].shape) == 3
+    ]
+    return bool(cuts) and all(cut == 0 for cut in cuts)

@@ -12,7 +12,7 @@ PROOFS = 64
 """Tables whose labels are made beside those for the sake of the proof, the least bounds first, counted likewise."""
 DIVE = 6
 """After so many tables each, the search goes for a plan before it makes more."""
-TABLE_AGAIN = 0.1
+TABLE_AGAIN = 0.05
 """How much others with the same axes count: they are made together with the first."""
 NODES = 40_000
 """Most nodes that are opened in one search."""
