@@ -36,7 +36,7 @@ MANAGERS = (".pyenv/versions/{}*/bin", ".local/share/uv/python/cpython-{}*/bin",
 BEGIN, END = "<!-- made by `make compatibility` -->", "<!-- end -->"
 ROW = re.compile(r"^\| (\d[\d.]*) \| (\S+) \|.*$", re.MULTILINE)
 FAILED = re.compile(r"^Failed with Python (\S+), torch ([^\s:]+): .*$", re.MULTILINE)
-HEAD = "| Python | torch | torchvision | transformers | tests | failed | minutes |\n|---|---|---|---|---|---|---|"
+HEAD = "| Python | torch | torchvision | transformers | tests | failed |\n|---|---|---|---|---|---|"
 INSTALLED = """
 import json, sys
 from importlib import metadata
@@ -53,7 +53,6 @@ class Row:
     versions: dict[str, str]
     tests: int
     failed: tuple[str, ...]
-    minutes: float
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -62,7 +61,7 @@ class Row:
 
     def __str__(self) -> str:
         found = (self.versions[name] for name in ("torch", "torchvision", "transformers"))
-        return f"| {self.python} | {' | '.join(found)} | {self.tests:,} | {len(self.failed)} | {self.minutes:.0f} |"
+        return f"| {self.python} | {' | '.join(found)} | {self.tests:,} | {len(self.failed)} |"
 
 
 def pythons(wanted: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -129,8 +128,9 @@ def run(
         environment = {**os.environ, "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         subprocess.run([*pytest, *paths], cwd=ROOT, env=environment, check=False)
         tests, failed = counted(report)
-        minutes = (time.monotonic() - begin) / 60
-        return Row(python=python, versions=versions, tests=tests, failed=failed, minutes=minutes)
+        row = Row(python=python, versions=versions, tests=tests, failed=failed)
+        print(f"{row} after {(time.monotonic() - begin) / 60:.0f} minutes", flush=True)
+        return row
 
 
 def counted(report: Path) -> tuple[int, tuple[str, ...]]:

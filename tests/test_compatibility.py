@@ -18,7 +18,7 @@ def script() -> dict[str, Any]:
 
 def row(script: dict[str, Any], python: str, torch: str, *failed: str) -> Any:
     versions = {"torch": torch, "torchvision": "0.24.1", "transformers": "5.23.0"}
-    return script["Row"](python=python, versions=versions, tests=1234, failed=failed, minutes=7.4)
+    return script["Row"](python=python, versions=versions, tests=1234, failed=failed)
 
 
 def test_a_run_of_some_pairs_replaces_their_rows(script: dict[str, Any], tmp_path: Path) -> None:
@@ -28,9 +28,9 @@ def test_a_run_of_some_pairs_replaces_their_rows(script: dict[str, Any], tmp_pat
     script["write"](page, [row(script, "3.11", "2.9.1"), row(script, "3.11", "2.15.0")], every=False)
     table = [
         script["HEAD"],
-        "| 3.11 | 2.9.1 | 0.24.1 | 5.23.0 | 1,234 | 0 | 7 |",
-        "| 3.11 | 2.15.0 | 0.24.1 | 5.23.0 | 1,234 | 0 | 7 |",
-        "| 3.12 | 2.9.1 | 0.24.1 | 5.23.0 | 1,234 | 1 | 7 |",
+        "| 3.11 | 2.9.1 | 0.24.1 | 5.23.0 | 1,234 | 0 |",
+        "| 3.11 | 2.15.0 | 0.24.1 | 5.23.0 | 1,234 | 0 |",
+        "| 3.12 | 2.9.1 | 0.24.1 | 5.23.0 | 1,234 | 1 |",
         "\nFailed with Python 3.12, torch 2.9.1: c",
     ]
     assert page.read_text() == "\n".join(["before", script["BEGIN"], "", *table, "", script["END"], "after", ""])
