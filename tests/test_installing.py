@@ -71,13 +71,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "there",
+    ("there", "extra", "named"),
     [
-        {"torch": "2.9.1", "numpy": "1.26.4", "pandas": "2.2.2", "transformers": "5.0.0"},
-        {"torch": "2.9.1", "numpy": "2.0.2", "transformers": "5.12.1"},
+        ({"torch": "2.9.1", "numpy": "1.26.4", "pandas": "2.2.2", "transformers": "5.0.0"}, "hf", ()),
+        ({"torch": "2.9.1", "numpy": "2.0.2", "transformers": "5.12.1"}, "hf", ()),
+        ({"torch": "2.9.1", "numpy": "2.0.2"}, "vision", ("torch==2.9.1",)),
+        ({"torch": "2.9.1", "numpy": "1.26.4"}, "hf", ("numpy==1.26.4",)),
     ],
-    ids=["oldest", "without pandas"],
+    ids=["oldest", "without pandas", "without torchvision", "old NumPy without pandas"],
 )
-def test_installing_leaves_what_is_there(there: dict[str, str], wheel: str, tmp_path: Path) -> None:
+def test_installing_leaves_what_is_there(
+    there: dict[str, str], extra: str, named: tuple[str, ...], wheel: str, tmp_path: Path
+) -> None:
+    """The newest torchvision brings its own torch and the newest pandas NumPy 2, unless the one to keep is named."""
     interpreter = environment_with(tmp_path / "there", there)
-    assert not there.keys() & brought(interpreter, tmp_path, f"{wheel}[hf]").keys()
+    assert not there.keys() & brought(interpreter, tmp_path, f"{wheel}[{extra}]", *named).keys()
