@@ -28,9 +28,8 @@ from planner.networks.adapted_modules import adapt
 from planner.networks.adapters import Adapters
 from planner.networks.hugging_face_deepseek import CapturedLatentAttention, GroupedRouter, check_deepseek
 from planner.networks.hugging_face_recurrences import fused_recurrences
-from planner.networks.inputs import InputSpec
 from planner.networks.losses import mean_alignment_loss, mean_cross_entropy
-from planner.networks.network import Family
+from planner.networks.network import Facts
 from planner.networks.placeholders import features_first
 from planner.networks.transformers_classes import (
     EXPERTS,
@@ -97,21 +96,6 @@ class FirstPositions(Trained):
         tokens, targets = inputs
         hidden = self.model.bert(input_ids=tokens).last_hidden_state[:, : self.predicted]
         return mean_cross_entropy(self.model.cls(hidden), targets[:, : self.predicted])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a configuration says of a network before its module is made.
-
-    ``dropout`` are the keys of chances that training leaves out; ``sequence_length`` is None where no tokens are read.
-    """
-
-    class_name: str
-    family: Family
-    inputs: tuple[InputSpec, ...]
-    sequence_length: int | None
-    dropout: tuple[str, ...]
-    experts: bool
 
 
 def facts(
