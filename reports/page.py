@@ -26,7 +26,7 @@ h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
 h2 { font-size: 18px; margin: 36px 0 12px; }
 p { margin: 0 0 12px; max-width: 78ch; }
 .lead { color: var(--soft); font-size: 16px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px; margin: 20px 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; margin: 20px 0; }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 12px 16px; }
 .card .name { color: var(--soft); font-size: 13px; }
 .card .value { font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
