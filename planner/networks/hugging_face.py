@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -332,6 +333,8 @@ def _check_without_torch(path: Path, kind: str, settings: Mapping[str, Any]) -> 
     checked = None if folder is None else folder / f"{digest}.checked.json"
     if checked is not None and checked.exists():
         return
+    with suppress(ImportError):  # the child says that it is missing
+        import_module("transformers")  # takes no torch; imported before the fork, both processes have it
     in_child(f"hf:{path}", partial(_transformers_checks, str(path), kind, settings))
     if checked is not None:
         with suppress(OSError, InputError):  # a full or read-only disk is no error
@@ -343,6 +346,11 @@ def _transformers_checks(path: str, kind: str, settings: Mapping[str, Any]) -> N
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers finds none, then
     logging.disable()
     try:
+        from transformers.utils import import_utils
+
+        for asked in vars(import_utils).values():  # what it has found out about torch before
+            if hasattr(asked, "cache_clear"):
+                asked.cache_clear()
         from planner.networks.transformers_classes import activations, check_experts, looks_up, make_config
     except ImportError as error:
         raise InputError(f"hf: networks need transformers ({error}); install meshwright[hf]") from error
