@@ -523,7 +523,15 @@ class PlanResult(Actions):
         return Explanation(chosen=self.best, instead=instead, compared=found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document of ``meshwright plan --json``, without a strategy file."""
+        """Return the document of ``meshwright plan --json``, without a strategy file.
+
+        Examples
+        --------
+        >>> import meshwright as mw
+        >>> document = mw.plan("zoo:mlp", hardware="dgx-a100", devices=8, global_batch=512, top=1).to_dict()
+        >>> document["status"], document["plan"]["devices"]
+        ('optimal', 8)
+        """
         from planner.planning.documents import result_document
 
         if self.found is None or self.request is None:

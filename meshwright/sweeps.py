@@ -45,7 +45,14 @@ class WhatIfResult:
     found: tuple[WhatIfRow, ...] = field(repr=False)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one document for each point, as ``meshwright what-if --json`` prints them."""
+        """Return one document for each point, as ``meshwright what-if --json`` prints them.
+
+        Examples
+        --------
+        >>> import meshwright as mw
+        >>> [row["devices"] for row in mw.what_if("zoo:mlp", hardware="dgx-a100", devices=[1, 8]).rows()]
+        [1, 8]
+        """
         return [row_document(row) for row in self.found]
 
     def plan(self, hardware: str, devices: int) -> TrainingPlan:
@@ -55,6 +62,12 @@ class WhatIfResult:
         ------
         KeyError
             There is no such point, or no plan fits there.
+
+        Examples
+        --------
+        >>> import meshwright as mw
+        >>> mw.what_if("zoo:mlp", hardware="dgx-a100", devices=[8]).plan("dgx-a100", 8).devices
+        8
         """
         for row in self.found:
             named = hardware in (row.hardware, row.label) and row.devices == devices
@@ -66,7 +79,16 @@ class WhatIfResult:
         raise KeyError((hardware, devices))
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Write the sweep as a page with pictures, in one HTML file."""
+        """Write the sweep as a page with pictures, in one HTML file.
+
+        Examples
+        --------
+        >>> import meshwright as mw, os, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = mw.what_if("zoo:mlp", "dgx-a100", [1, 8]).save(os.path.join(folder, "sweep.html"))
+        ...     page.stat().st_size < 2_000_000
+        True
+        """
         from reports.what_if import write_what_if_page
 
         write_what_if_page(self.found, network=self.network, batch_rule=self.batch_rule, path=Path(path))
@@ -200,7 +222,15 @@ class BudgetResult:
         return self.found[0]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one document for each cluster, as ``meshwright budget --json`` prints them."""
+        """Return one document for each cluster, as ``meshwright budget --json`` prints them.
+
+        Examples
+        --------
+        >>> import meshwright as mw
+        >>> found = mw.budget("zoo:gpt2", "dgx-h100", tokens=1e9, devices=8, global_batch=64)
+        >>> [(row["hw"], row["devices"]) for row in found.rows()]
+        [('dgx-h100', 8)]
+        """
         return [row.document() for row in self.found]
 
     def __repr__(self) -> str:

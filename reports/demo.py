@@ -244,8 +244,8 @@ def _cards(comparisons: Sequence[DemoRun]) -> list[tuple[str, str, str]]:
         entries.append(
             (
                 f"{comparison.name}, losses",
-                f"{difference:.1e}" if difference else "equal",
-                f"largest relative difference from one process; {allowed:.0e} is allowed",
+                "equal" if difference <= allowed else "not equal",
+                f"to one process, within {difference:.1g} (allowed {allowed:g})",
             )
         )
     return entries

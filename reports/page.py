@@ -26,19 +26,19 @@ h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
 h2 { font-size: 18px; margin: 36px 0 12px; }
 p { margin: 0 0 12px; max-width: 78ch; }
 .lead { color: var(--soft); font-size: 16px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px; margin: 20px 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; margin: 20px 0; }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 12px 16px; }
 .card .name { color: var(--soft); font-size: 13px; }
 .card .value { font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
 .card .more { color: var(--soft); font-size: 13px; }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 500px), 1fr)); gap: 0 16px; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); gap: 0 16px; }
 .grid > * { min-width: 0; }
 .cards.four { grid-template-columns: repeat(auto-fill, minmax(min(46%, 240px), 1fr)); }
 figure { margin: 0 0 16px; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
   padding: 14px 14px 10px; min-width: 0; }
 figcaption { color: var(--soft); font-size: 13px; margin-top: 4px; }
 figure h3 { font-size: 15px; margin: 0 0 2px; }
-figure.drawing svg { max-width: 100%; height: auto; }
+figure.drawing svg { max-width: 100%; min-width: 700px; height: auto; }
 figure.drawing { background: #ffffff; color: #1d2330; }
 figure.drawing figcaption { color: #5b6475; }
 .table { overflow-x: auto; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
@@ -62,6 +62,8 @@ th, td { white-space: nowrap; }
 .soft { color: var(--soft); }
 .plot { display: block; width: 100%; height: auto; }
 .scroll { overflow-x: auto; }
+@media (max-width: 640px) { main { padding: 24px 12px 48px; } th, td { padding: 7px 8px; }
+  caption { padding: 10px 8px; } }
 .scroll .plot { min-width: 330px; }
 .scroll.wide .plot { min-width: 760px; }
 .tight th, .tight td { padding: 6px 4px; font-size: 13px; }
@@ -163,9 +165,10 @@ def grid(*parts: Html) -> Html:
 
 
 def drawing(svg: str, *, title: str, caption: str) -> Html:
-    """A picture that is markup already; it keeps a white ground."""
+    """A picture that is markup already; it keeps a white ground, and narrow windows scroll it."""
     return Html(
-        f'<figure class="drawing" role="group"><h3>{html.escape(title)}</h3>{svg}'
+        f'<figure class="drawing" role="group"><h3>{html.escape(title)}</h3>'
+        f'<div class="scroll" tabindex="0">{svg}</div>'
         f"<figcaption>{html.escape(caption)}</figcaption></figure>"
     )
 

@@ -189,7 +189,7 @@ def _axis_charts(found: Sequence[WhatIfRow]) -> list[Html]:
                     hovertemplate=f"{axis} %{{x}}: %{{text}}<extra>%{{fullData.name}}</extra>",
                 )
             )
-        figure.update_xaxes(type="category", title=axis)
+        figure.update_xaxes(type="category", title=axis, range=[-0.3, len(values) - 0.7])
         figure.update_yaxes(title=f"{_throughput(found[0])[1]} per second", rangemode="tozero")
         left = f" The first {MOST_LINES} of {len(lines)} lines." if len(lines) > MOST_LINES else ""
         caption = f"The best plan at each value, on {devices} devices.{left}"

@@ -12,10 +12,10 @@ class MeshwrightError(Exception):
 
     Examples
     --------
-    >>> from simulator.profiles import load_profile
+    >>> import meshwright as mw
     >>> try:
-    ...     load_profile("dgx-h1000")
-    ... except MeshwrightError as error:
+    ...     mw.profile("dgx-h1000")
+    ... except mw.MeshwrightError as error:
     ...     print(error.exit_code, "did you mean dgx-h100" in str(error))
     2 True
     """

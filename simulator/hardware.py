@@ -213,8 +213,8 @@ class Hardware:
 
     Examples
     --------
-    >>> from simulator.profiles import load_profile
-    >>> load_profile("dgx-h100").devices_text(8)
+    >>> import meshwright as mw
+    >>> mw.profile("dgx-h100").devices_text(8)
     '8 × NVIDIA H100-SXM5-80GB'
     """
 

@@ -357,9 +357,11 @@ def _schedule(config: TrainingConfig, table: Capability) -> Mapping[str, object]
         name = _NEAREST_SCHEDULE[name]
     if name == "interleaved_1f1b" and config.micro_batches and not table.interleaves(pipeline, config.micro_batches):
         name = "1f1b"
+    if name == "1f1b" and not table.short_1f1b and 1 < (config.micro_batches or 1) < pipeline:
+        name = "gpipe"
     if name == config.schedule:
         return {}
-    if name == "1f1b" and virtual > 1:
+    if name in ("1f1b", "gpipe") and virtual > 1:
         return {"schedule": name, "vpp": 1, "layers": _joined(config.layers or (), pipeline)}
     return {"schedule": name}
 

@@ -77,11 +77,6 @@ def export_module(plan: Plan, graph: OperatorGraph, *, rounds: bool = False) -> 
         They cannot run the plan, and it is not to be rounded; or modules are cut as no module can be.
     """
     plan, cannot_say = nearest_plan(plan, graph, capabilities()[TABLE], rounds=rounds)
-    if plan.pipeline > plan.micro_batches and plan.schedule == "1f1b":
-        raise InputError(
-            f"schedule=1f1b needs at least one micro-batch for each of the {plan.pipeline} stages, and the plan has "
-            f"{plan.micro_batches}; plan with a smaller --pin micro_batch"
-        )
     text = "\n".join(_FileWriter(plan, _cut(plan, unfold(graph))).lines()) + "\n"
     return Exported(config=config_of(plan, graph), written=Written(text=text), cannot_say=cannot_say)
 
@@ -564,7 +559,9 @@ class _FileWriter:
         yield f"        PipelineStage(part, index, {count}, device, group=group)"
         yield "        for part, index in zip(parts, held, strict=True)"
         yield "    ]"
-        yield f'    return Pipeline(parts, stages, "{SCHEDULES[plan.schedule]}", MICRO_BATCH)'
+        # One micro-batch has the same order in both, and torch's 1F1B wants one for each stage.
+        schedule = "gpipe" if plan.schedule == "1f1b" and plan.micro_batches == 1 else plan.schedule
+        yield f'    return Pipeline(parts, stages, "{SCHEDULES[schedule]}", MICRO_BATCH)'
 
 
 def _assigned(name: str, names: Sequence[str]) -> Iterator[str]:

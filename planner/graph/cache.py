@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache as remember
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.serialization import graph_from_json, graph_to_json
@@ -45,6 +46,17 @@ def toolchain() -> str:
 
 def load(key: str) -> OperatorGraph | None:
     """Read the graph stored under `key`; a missing or damaged file is no graph."""
+    document = read(key)
+    return None if document is None else graph_from_json(document)
+
+
+def store(key: str, graph: OperatorGraph) -> None:
+    """Write a graph whole, or leave the cache as it was (a full or read-only disk is no error)."""
+    write(key, graph_to_json(graph))
+
+
+def read(key: str) -> Any:
+    """Read the document stored under `key`; None where the file is missing or damaged."""
     place = folder()
     if place is None:
         return None
@@ -56,7 +68,7 @@ def load(key: str) -> OperatorGraph | None:
         return None
     with suppress(OSError):
         os.utime(place / f"{key}.json")
-    return graph_from_json(json.loads(content))
+    return json.loads(content)
 
 
 def _digest(content: bytes) -> bytes:
@@ -64,14 +76,14 @@ def _digest(content: bytes) -> bytes:
     return json.dumps(hashlib.sha256(content).hexdigest()).encode()
 
 
-def store(key: str, graph: OperatorGraph) -> None:
-    """Write a graph whole, or leave the cache as it was (a full or read-only disk is no error)."""
+def write(key: str, document: object) -> None:
+    """Write a document whole, or leave the cache as it was (a full or read-only disk is no error)."""
     place = folder()
     if place is None:
         return
     try:
         place.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(graph_to_json(graph), separators=(",", ":")).encode()
+        content = json.dumps(document, separators=(",", ":")).encode()
         write_whole(place / f"{key}.json", _digest(content) + b"\n" + content)
         # Keep the files used last: those of other versions of the code are never read again.
         files = sorted(place.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)

@@ -11,8 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,8 +22,9 @@ from planner.networks.adapters import CONFIG as ADAPTER_CONFIG
 from planner.networks.adapters import Adapters, read_adapters
 from planner.networks.child import forks, in_child
 from planner.networks.decoder.known import READ, hugging_face_decoder
+from planner.networks.inputs import InputSpec
 from planner.networks.mindformers_config import transformers_config
-from planner.networks.network import CAPTURED_BLOCKS, Network
+from planner.networks.network import CAPTURED_BLOCKS, Facts, Network
 from planner.networks.zoo.table import EXPERTS_NOTE, language_inputs
 from simulator.errors import InputError, MeshwrightError, NetworkError
 from simulator.input_file import FileKind, is_regular
@@ -30,8 +32,6 @@ from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from planner.networks.hugging_face_modules import Facts
 
 CONFIG_FILE = FileKind(name="config", remedy="give a config.json or its folder", error=NetworkError)
 MAXIMUM_SEQUENCE_LENGTH = 4096
@@ -350,6 +350,8 @@ def _check_without_torch(path: Path, kind: str, settings: Mapping[str, Any]) -> 
     checked = None if folder is None else folder / f"{digest}.checked.json"
     if checked is not None and checked.exists():
         return
+    with suppress(ImportError):  # the child says that it is missing
+        import_module("transformers")  # takes no torch; imported before the fork, both processes have it
     in_child(f"hf:{path}", partial(_transformers_checks, str(path), kind, settings))
     if checked is not None:
         with suppress(OSError, InputError):  # a full or read-only disk is no error
@@ -361,6 +363,11 @@ def _transformers_checks(path: str, kind: str, settings: Mapping[str, Any]) -> N
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers finds none, then
     logging.disable()
     try:
+        from transformers.utils import import_utils
+
+        for asked in vars(import_utils).values():  # what it has found out about torch before
+            if hasattr(asked, "cache_clear"):
+                asked.cache_clear()
         from planner.networks.transformers_classes import activations, check_experts, looks_up, make_config
     except ImportError as error:
         raise InputError(f"hf: networks need transformers ({error}); install meshwright[hf]") from error
@@ -394,6 +401,22 @@ def _built(make: Callable[[Any], Made], path: str, kind: str) -> Made:
         ) from error
 
 
+def _facts(
+    path: Path, kind: str, settings: Mapping[str, Any], architectures: object, sequence_length: int | None
+) -> Facts:
+    """What transformers says of a configuration; kept in the cache, for asking takes torch and seconds."""
+    asked = {"facts": kind, "architectures": architectures, "sequence_length": sequence_length, **settings}
+    key = hashlib.sha256((json.dumps(asked, sort_keys=True) + cache.toolchain()).encode()).hexdigest()
+    known = cache.read(key)
+    if known is not None:
+        inputs = tuple(InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in known["inputs"])
+        return Facts(**{**known, "inputs": inputs, "dropout": tuple(known["dropout"])})
+    _check_without_torch(path, kind, settings)
+    found: Facts = _built(lambda m: m.facts(str(path), kind, settings, architectures, sequence_length), str(path), kind)
+    cache.write(key, asdict(found))
+    return found
+
+
 def _described(
     place: str, path: Path, adapted: Path | None, config: Mapping[str, Any], sequence_length: int | None
 ) -> Network:
@@ -404,8 +427,7 @@ def _described(
     architectures = config.get("architectures")
     content = json.dumps({"hf": kind, "architectures": architectures, **settings}, sort_keys=True)
     content += "" if adapters is None else f"\n{adapters!r}"
-    _check_without_torch(path, kind, settings)
-    facts: Facts = _built(lambda m: m.facts(str(path), kind, settings, architectures, sequence_length), str(path), kind)
+    facts = _facts(path, kind, settings, architectures, sequence_length)
     named = adapted or path
     stored, quantised = _quantised(path, config, adapted=adapted is not None)
     dropout = (f"dropout is left out ({', '.join(facts.dropout)} of the config)",) if facts.dropout else ()

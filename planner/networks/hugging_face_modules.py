@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,9 +29,8 @@ from planner.networks.adapted_modules import adapt
 from planner.networks.adapters import Adapters
 from planner.networks.hugging_face_deepseek import CapturedLatentAttention, GroupedRouter, check_deepseek
 from planner.networks.hugging_face_recurrences import fused_recurrences
-from planner.networks.inputs import InputSpec
 from planner.networks.losses import mean_alignment_loss, mean_cross_entropy
-from planner.networks.network import Family
+from planner.networks.network import Facts
 from planner.networks.placeholders import features_first
 from planner.networks.transformers_classes import (
     EXPERTS,
@@ -99,23 +99,6 @@ class FirstPositions(Trained):
         return mean_cross_entropy(self.model.cls(hidden), targets[:, : self.predicted])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a configuration says of a network before its module is made.
-
-    ``dropout`` are the keys of chances that training leaves out; ``sequence_length`` is None where no tokens are read.
-    ``config`` has every key of a causal language model's configuration; it is empty for other networks.
-    """
-
-    class_name: str
-    family: Family
-    inputs: tuple[InputSpec, ...]
-    sequence_length: int | None
-    dropout: tuple[str, ...]
-    experts: bool
-    config: Mapping[str, Any]
-
-
 def facts(
     path: str, kind: str, settings: Mapping[str, Any], architectures: object, sequence_length: int | None
 ) -> Facts:
@@ -147,8 +130,14 @@ def facts(
         sequence_length=length if tokens else None,
         dropout=tuple(without_chance(config)),
         experts=any(number(part, *EXPERTS) for part in _parts(config)),
-        config=dict(config.to_dict()) if model_class.__name__.endswith("ForCausalLM") else {},
+        config=_plain(config) if model_class.__name__.endswith("ForCausalLM") else {},
     )
+
+
+def _plain(config: PreTrainedConfig) -> dict[str, Any]:
+    """Every key of a configuration, defaults too, as a JSON file has them."""
+    found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return found
 
 
 MOST_MODULES = 100_000

@@ -34,6 +34,23 @@ FOREIGN = ("py:", "pt2:")
 """Sources whose networks are code that is not ours."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a configuration of transformers says of a network before its module is made.
+
+    ``dropout`` are the keys of chances that training leaves out; ``sequence_length`` is None where no tokens are read.
+    ``config`` has every key of a causal language model's configuration; it is empty for other networks.
+    """
+
+    class_name: str
+    family: Family
+    inputs: tuple[InputSpec, ...]
+    sequence_length: int | None
+    dropout: tuple[str, ...]
+    experts: bool
+    config: Mapping[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """A network that can be captured and built.

@@ -30,6 +30,7 @@ class Capability(BaseModel):
     context: tuple[Algorithm, ...]
     expert_cut: tuple[Literal["width", "whole"], ...]
     schedules: tuple[str, ...]
+    short_1f1b: bool = True
     interleaving: Literal["multiples", "rounds", "groups"] = "multiples"
     uneven_stages: bool
     optimizer_sharding: tuple[Sharding, ...]

@@ -1,4 +1,10 @@
-"""How much kernels slow while several processes compute on the same cores and memory."""
+"""How much kernels slow while several processes compute on the same cores and memory.
+
+Each rank computes alone right before all do, in rounds of some milliseconds, and the median ratio counts, so that the
+pace of the moment is in both and drops out. Half of the rounds of a class lie before the collectives are timed and half
+after; where the halves disagree there are more. Processes meet again and again in between, and the slowest counts, as
+in a step. What that adds is a number of its own in the profile (`compute_slowdown.waiting`).
+"""
 
 from __future__ import annotations
 

@@ -86,6 +86,12 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert done.exit_code == 0, f"{line}\n{done.output}"
 
 
+@pytest.mark.parametrize("page", RUN, ids=_name)
+def test_examples_use_the_public_interface(page: Path) -> None:
+    for _, text in _examples(page):
+        assert not re.search(r"^\s*(from planner|import planner\.)", text, re.MULTILINE)
+
+
 def _table(page: Path, heading: str) -> list[list[str]]:
     """Cells of the rows of the table under a heading."""
     text = page.read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]

@@ -111,14 +111,15 @@ def open_dataset(name: str | None, specs: tuple[BatchInput, ...], seed: int) -> 
     ----------
     name : str or None
         ``digits``, ``text``, ``text:FILE``, ``tokens:FILE``, ``mnist:FOLDER``, ``cifar10:FOLDER`` or ``synthetic``;
-        None takes digits for images and features, text for tokens.
+        None takes text for tokens, and for images and features digits, or synthetic where scikit-learn is missing.
     specs : tuple of InputSpec
         The inputs of the network.
     seed : int
         Seeds synthetic data.
     """
     language = any(spec.kind in LANGUAGE_KINDS for spec in specs)
-    name = name or ("text" if language else "digits")
+    if not name:
+        name = "text" if language else "digits" if _scikit_learn() else "synthetic"
     kind, _, place = name.partition(":")
     if kind == "synthetic":
         return _synthetic(seed)
@@ -157,19 +158,25 @@ def check_dataset(dataset: Dataset, specs: tuple[BatchInput, ...]) -> None:
 
 def _digits_table() -> NDArray[np.float64]:
     """Rows of 64 pixels of 0 to 16 and a label, (1797, 65); importing scikit-learn is slow and avoided."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    place = _scikit_learn()
+    if place is None:
         raise InputError(
             "data set 'digits' needs scikit-learn, which is not installed; run pip install 'meshwright[data]' "
             "or choose another with --data"
         )
-    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    path = place / "datasets" / "data" / "digits.csv.gz"
     if path.is_file():
         return np.loadtxt(path, delimiter=",")
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     return np.column_stack([digits.data, digits.target])
+
+
+def _scikit_learn() -> Path | None:
+    """The folder of scikit-learn; None where it is not installed."""
+    found = importlib.util.find_spec("sklearn")
+    return Path(found.origin).parent if found is not None and found.origin is not None else None
 
 
 def _images(description: str, pixels: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Dataset:

@@ -88,6 +88,16 @@ def test_what_pytorch_s_parts_cannot_run_is_refused_or_rounded(llama: str) -> No
     assert '["model.embed_tokens", "model.layers.0", "model.layers.1"]' in rounded.written.text
 
 
+@pytest.mark.parametrize(("micro_batch", "rounded_to"), [(16, []), (8, ["schedule=gpipe"])])
+def test_fewer_micro_batches_than_stages_run_in_the_order_of_gpipe(micro_batch: int, rounded_to: list[str]) -> None:
+    pins = ("tp=1", "pp=4", "schedule=1f1b", "optimizer_sharding=none", f"micro_batch={micro_batch}")
+    plan = planned(OWN, *pins)
+    assert plan.micro_batches == 16 // micro_batch
+    exported = export_module(plan, load_network(OWN).capture(), rounds=bool(rounded_to))
+    assert [one.rounded_to for one in exported.cannot_say] == rounded_to
+    assert 'Pipeline(parts, stages, "GPipe", MICRO_BATCH)' in exported.written.text
+
+
 def test_selective_recomputation_becomes_full(llama: str) -> None:
     plan = planned(llama, "tp=1", "pp=1", "optimizer_sharding=zero3", "micro_batch=2", "recompute=selective")
     rounded = export_module(plan, load_network(llama).capture(), rounds=True)
@@ -129,6 +139,7 @@ def test_a_module_that_counts_all_heads_is_told() -> None:
             True,
         ),
         (OWN, ("tp=1", "pp=4", "vpp=2", "schedule=zbv", "micro_batch=2", "optimizer_sharding=none"), False),
+        (OWN, ("tp=1", "pp=4", "schedule=1f1b", "micro_batch=16", "optimizer_sharding=none"), True),
     ],
 )
 def test_four_ranks_train_as_one_process_does(

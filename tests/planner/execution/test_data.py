@@ -424,3 +424,8 @@ def test_scikit_learn_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"meshwright\[data\]"):
         batches("digits", image())
+
+
+def test_without_scikit_learn_the_default_is_synthetic(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "synthetic" in open_dataset(None, (image(),), 0).description

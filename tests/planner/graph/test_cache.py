@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch) -> Path:
+    full_graph("mlp")  # captured, and kept elsewhere, before this cache is empty
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(cache.SWITCH, raising=False)
     return tmp_path / "meshwright"
@@ -66,13 +67,13 @@ def test_a_file_with_another_number_is_ignored(place: Path, full_graph: Full) ->
     assert cache.load("key") is None
 
 
-def test_the_files_used_last_are_kept(place: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_used_last_are_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "KEPT_FILES", 3)
     for key in ("a", "b", "c"):
-        cache.store(key, full_graph("mlp"))
+        cache.write(key, [key])
         os.utime(place / f"{key}.json", (ord(key), ord(key)))
-    assert cache.load("a") is not None
-    cache.store("d", full_graph("mlp"))
+    assert cache.read("a") == ["a"]
+    cache.write("d", ["d"])
     assert sorted(path.name for path in place.iterdir()) == ["a.json", "c.json", "d.json"]
 
 
@@ -103,14 +104,26 @@ def test_a_folder_that_cannot_be_made_is_no_error(
     assert cache.load("key") is None
 
 
-def test_a_cached_network_is_captured_without_torch_and_its_fingerprint_is_the_same_elsewhere(place: Path) -> None:
+QWEN = {
+    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["zoo:bert-large", "hf:"])
+def test_a_cached_network_is_captured_without_torch_and_its_fingerprint_is_the_same_elsewhere(
+    source: str, place: Path, tmp_path: Path
+) -> None:
     """Another process draws other hashes; that it captures the same under any is shown by whole plans."""
-    graph = load_network("zoo:bert-large", sequence_length=8).capture()
+    if source == "hf:":
+        (tmp_path / "config.json").write_text(json.dumps(QWEN))
+        source = f"hf:{tmp_path}"
+    graph = load_network(source, sequence_length=8).capture()
     assert list(place.iterdir())
     script = (
         "import sys; from planner.networks import load_network, capture; "
         "from planner.graph.fingerprint import fingerprint; "
-        "g = capture(load_network('zoo:bert-large', sequence_length=8)); "
+        f"g = capture(load_network({source!r}, sequence_length=8)); "
         "print(g.fingerprint, fingerprint(g), 'torch' in sys.modules, 'networkx' in sys.modules)"
     )
     run = subprocess.run(
