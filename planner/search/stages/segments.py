@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.stages.chunk_places import ChunkPlaces
 from planner.search.stages.fragments import (
     ACTIVATION,
     FILL,
@@ -145,7 +144,6 @@ class Segments:
         whole = task.pieces == 1 or bool(task.cuts)
         self.longest_s = np.inf if whole else self._longest(slack)
         self.complete = True
-        self._places = ChunkPlaces(task, self.longest_s)
         self._powers: list[dict[int, Fragments]] = [{} for _ in task.kinds]
         self._begins = np.concatenate(([0], np.cumsum(task.counts))).tolist()
         changes = np.any(task.sends_s[1:] != task.sends_s[:-1], axis=1)
@@ -308,8 +306,7 @@ class Segments:
                 yield from self._placed(rows, length, ways)
 
     def _starts(self, starts: range, length: int) -> list[range]:
-        """Rows of those starts with which a segment of this length is a chunk that cuts and other chunks allow."""
-        starts = self._places(starts, length)
+        """Rows of those starts with which a segment of this length is a chunk that cuts allow."""
         if not self._ends:
             return [starts] if starts else []
         return [range(s, s + 1) for s in starts if s + length in self._ends.get(s, ())]
