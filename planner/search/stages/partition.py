@@ -23,7 +23,6 @@ from itertools import compress
 import numpy as np
 
 from planner.search.stages.chain_bound import unlike
-from planner.search.stages.chunk_terms import turns_s
 from planner.search.stages.cutting import cut, reaches
 from planner.search.stages.exact_turns import SHORT, exact_turns
 from planner.search.stages.fragments import (
@@ -41,10 +40,8 @@ from planner.search.stages.fragments import (
 from planner.search.stages.listed_cuts import few_cuts
 from planner.search.stages.listed_search import listed_partition
 from planner.search.stages.one_rank import CLOSE, choose
-from planner.search.stages.outcome import Partition
-from planner.search.stages.picked import Picks, made, objective_s, unlimited_s
-from planner.search.stages.segments import ROUNDING, Segments
-from planner.search.stages.task import PartitionTask, unlimited
+from planner.search.stages.segments import ROUNDING, Picks, Segments, made, objective_s, unlimited_s
+from planner.search.stages.task import Partition, PartitionTask, turns_s, unlimited
 from planner.search.stages.turn_search import search_limited, search_turns
 
 __all__ = ["Partition", "PartitionTask", "partition"]

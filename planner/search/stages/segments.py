@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +25,11 @@ from planner.search.stages.fragments import (
     joined,
     repeated,
 )
-from planner.search.stages.task import PartitionTask
+from planner.search.stages.task import Partition, PartitionTask, memory_bytes, step_s
 
 BoolArray = NDArray[np.bool_]
+Picks = list[int]
+"""Row of the table for every chunk."""
 ROUNDING = 1e-12
 _BEGIN = -1
 
@@ -335,3 +337,31 @@ def _chunk_ends(task: PartitionTask) -> dict[int, set[int]]:
         for begin in begins:
             found.setdefault(begin, set()).update(end for end in ends if end > begin)
     return found
+
+
+def objective_s(segments: Segments, picks: Picks) -> float:
+    """Seconds of the step."""
+    passes = segments.values[picks][:, [FILL, STEADY]].sum(axis=1)
+    return step_s(segments.task, segments.fill[picks], segments.busy[picks], passes)
+
+
+def made(segments: Segments, picks: Picks, lower_s: float) -> Partition:
+    """The partition of these rows, with a bound on all."""
+    places = (np.searchsorted(segments.offsets, picks, side="right") - 1).tolist()
+    groups = [segments.groups[place] for place in places]
+    labels = [g.source.labels[g.rows[row - g.first]] for g, row in zip(groups, picks, strict=True)]
+    return Partition(
+        ends=tuple(accumulate(group.length for group in groups)),
+        labels=tuple(np.concatenate(labels).tolist()),
+        objective_s=objective_s(segments, picks),
+        lower_bound_s=lower_s,
+        fill_s=segments.values[picks, FILL],
+        busy_s=segments.busy[picks],
+        memory_bytes=memory_bytes(segments.task, segments.values[picks]),
+        exact=segments.exact,
+    )
+
+
+def unlimited_s(segments: Segments) -> float:
+    """A bound on every partition, its memory aside: the even share of the least time, and the least fill."""
+    return segments.share_s + segments.least_fill_s
