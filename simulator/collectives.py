@@ -158,11 +158,6 @@ def ring(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     )
 
 
-def ring_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost:
-    """Twice around the ring: reduce-scatter, then all-gather; each member sends ``2 (n - 1) / n S`` bytes."""
-    return _twice(ring(hardware, group))
-
-
 def tree_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """``L`` twice that of `tree_broadcast`, ``B = max_l s_l / (c_(l-1) b_l)``; levels work at the same time.
 
@@ -183,11 +178,6 @@ def hierarchical(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     return CollectiveCost(
         latency, sum(_share(count, inside, level) for count, inside, level in _crossed(hardware, group))
     )
-
-
-def hierarchical_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost:
-    """Reduce-scatter from the inside out, then all-gather from the outside in."""
-    return _twice(hierarchical(hardware, group))
 
 
 def switch_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost | None:
@@ -220,12 +210,6 @@ def halving_doubling(hardware: Hardware, group: GroupShape) -> CollectiveCost | 
     return CollectiveCost(latency, hierarchical(hardware, group).seconds_per_byte)
 
 
-def halving_doubling_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost | None:
-    """Recursive halving, then recursive doubling."""
-    half = halving_doubling(hardware, group)
-    return None if half is None else _twice(half)
-
-
 def mesh(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     """Every member to every other directly inside the innermost level; between its units halving-doubling.
 
@@ -251,17 +235,6 @@ def ring_halving(hardware: Hardware, group: GroupShape) -> CollectiveCost | None
     latency = (first - 1) * hardware.levels[0].latency_s
     latency += sum(math.log2(count) * level.latency_s for count, level in zip(outer, hardware.levels[1:], strict=True))
     return CollectiveCost(latency, hierarchical(hardware, group).seconds_per_byte)
-
-
-def ring_halving_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost | None:
-    """Scatter, then gather."""
-    half = ring_halving(hardware, group)
-    return None if half is None else _twice(half)
-
-
-def mesh_all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost:
-    """Scatter, then gather."""
-    return _twice(mesh(hardware, group))
 
 
 def pairwise_all_to_all(hardware: Hardware, group: GroupShape) -> CollectiveCost:
@@ -306,30 +279,36 @@ def direct_send(hardware: Hardware, group: GroupShape) -> CollectiveCost:
     return CollectiveCost(level.latency_s, 1 / level.bandwidth_bytes_per_s)
 
 
+def _scatter_then_gather(half: Algorithm) -> Algorithm:
+    """The all-reduce that is a reduce-scatter and an all-gather, each as `half` runs it."""
+
+    def all_reduce(hardware: Hardware, group: GroupShape) -> CollectiveCost | None:
+        cost = half(hardware, group)
+        return cost and CollectiveCost(2 * cost.latency_s, 2 * cost.seconds_per_byte)
+
+    return all_reduce
+
+
+_HALVES: Mapping[str, Algorithm] = {
+    "ring": ring,
+    "hierarchical": hierarchical,
+    "halving-doubling": halving_doubling,
+    "mesh": mesh,
+    "ring-halving": ring_halving,
+}
+"""Gathers, and scatters that run the same backwards."""
 ALGORITHMS: Mapping[Collective, Mapping[str, Algorithm]] = {
     Collective.ALL_REDUCE: {
-        "ring": ring_all_reduce,
+        "ring": _scatter_then_gather(ring),
         "tree": tree_all_reduce,
-        "hierarchical": hierarchical_all_reduce,
+        "hierarchical": _scatter_then_gather(hierarchical),
         "switch": switch_all_reduce,
-        "halving-doubling": halving_doubling_all_reduce,
-        "mesh": mesh_all_reduce,
-        "ring-halving": ring_halving_all_reduce,
+        "halving-doubling": _scatter_then_gather(halving_doubling),
+        "mesh": _scatter_then_gather(mesh),
+        "ring-halving": _scatter_then_gather(ring_halving),
     },
-    Collective.ALL_GATHER: {
-        "ring": ring,
-        "hierarchical": hierarchical,
-        "halving-doubling": halving_doubling,
-        "mesh": mesh,
-        "ring-halving": ring_halving,
-    },
-    Collective.REDUCE_SCATTER: {
-        "ring": ring,
-        "hierarchical": hierarchical,
-        "halving-doubling": halving_doubling,
-        "mesh": mesh,
-        "ring-halving": ring_halving,
-    },
+    Collective.ALL_GATHER: _HALVES,
+    Collective.REDUCE_SCATTER: _HALVES,
     Collective.ALL_TO_ALL: {"pairwise": pairwise_all_to_all, "hierarchical": hierarchical_all_to_all},
     Collective.BROADCAST: {"ring": ring_broadcast, "tree": tree_broadcast},
     Collective.SEND: {"direct": direct_send},
@@ -366,10 +345,6 @@ def _pipelined(hardware: Hardware, cost: CollectiveCost, payload: FloatArray) ->
     root = math.sqrt(cost.latency_s) + np.sqrt(payload * cost.seconds_per_byte)
     # root ** 2 would round floats and arrays differently.
     return np.asarray(hardware.collective_overhead_s + root * root)
-
-
-def _twice(cost: CollectiveCost) -> CollectiveCost:
-    return CollectiveCost(2 * cost.latency_s, 2 * cost.seconds_per_byte)
 
 
 @lru_cache(maxsize=4096)

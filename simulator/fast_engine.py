@@ -1,8 +1,7 @@
 """The fast engine: the same times as `simulator.engine`, on arrays.
 
 Where nothing shares a link and nothing is slowed by overlap, times are a recurrence; elsewhere events in the order of
-time, without a heap where a rank is alone. Small tables run as Python: loading compiled code takes longer than they do.
-Both give the same bits.
+time. Small tables run as Python: loading compiled code takes longer than they do. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from simulator import fast_fluid, fast_recurrence
-from simulator.fast_beside import run_beside, runs_alone
 from simulator.fast_fluid import Fluid
 from simulator.fast_recurrence import Recurrence
 from simulator.table_check import check_table, deadlock
@@ -34,7 +32,7 @@ SMALLEST_COMPILED = 2_000
 # Loading compiled code takes a process about 0.5 s, and 10 s once for an installation. It is loaded when Python would
 # have run as many tasks in 0.5 s, so a process never waits for more than twice the best.
 WORTH_COMPILING = {
-    "run_in_order": 500_000, "time_alone": 300_000, "run_streams": 200_000, "run_events": 60_000, "run_beside": 200_000,
+    "run_in_order": 500_000, "time_alone": 300_000, "run_streams": 200_000, "run_events": 60_000,
 }  # fmt: skip
 _tasks_run: Counter[str] = Counter()
 
@@ -65,11 +63,7 @@ def _run_checked(table: TaskTable) -> Times:
 
 
 def _run_joined(groups: TaskGroups) -> Times:
-    if groups.overlap_slows:
-        alone = runs_alone(groups)
-        compiled = _worth_compiling("run_beside" if alone else "run_events", groups.table.size)
-        return run_beside(groups) if alone and not compiled else _run_events(groups, compiled=compiled)
-    seconds = _seconds_alone(groups)
+    seconds = None if groups.overlap_slows else _seconds_alone(groups)
     if seconds is not None:
         values = _queues(groups) | {"latency_s": groups.latency_s, "seconds": seconds}
         values |= {"free": np.zeros(len(groups.table.stream_rank)), "ready": np.zeros(groups.table.size)}
@@ -141,7 +135,7 @@ def _queues(groups: TaskGroups) -> dict[str, Any]:
     }
 
 
-def _run_events(groups: TaskGroups, *, compiled: bool = False) -> Times:
+def _run_events(groups: TaskGroups, *, compiled: bool) -> Times:
     table = groups.table
     links = len(table.link_capacity)
     ranks, stream_rank = np.unique(table.stream_rank, return_inverse=True)

@@ -7,6 +7,7 @@ Keys and rules are those of ``accelerate/parallelism_config.py``, ``accelerate/c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
 from planner.exchange.keyed import Document
-from planner.exchange.training_config import TrainingConfig
+from planner.exchange.training_config import PLAIN, TrainingConfig
 
 VERSION = "1.15"
 AXES: Mapping[str, str] = {
@@ -96,16 +97,13 @@ def read(text: str, source: str) -> ReadConfig:
     violations = tuple(_broken(sizes, devices, parallel=parallel, fully=fully and version == 2))
     for prefix in _KNOWN:
         raw.pass_over(prefix)
-    config = TrainingConfig(
+    config = replace(
+        PLAIN,
         devices=devices,
         tp=sizes["tp"],
-        pp=1,
-        vpp=1,
         cp=sizes["cp"] * sizes["sp"],
         ep=1,
         etp=sizes["tp"],
-        layers=(),
-        schedule="none",
         precision=_precision(raw),
         optimizer_sharding=level,
         shard_size=shard if level != "none" and sizes["dp_replicate"] > 1 else 0,
@@ -116,10 +114,6 @@ def read(text: str, source: str) -> ReadConfig:
         recompute_count=0,
         offload_optimizer=away,
         offload_parameters=away,
-        offload_activations=False,
-        tensor_overlap=False,
-        expert_overlap=False,
-        tokens_once=False,
     )
     return ReadConfig(config=config, not_read=raw.unread(), violations=violations)
 

@@ -8,13 +8,14 @@ level 2 keeps them; replicas alone are DDP. With a pipeline the local batch of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, divides, unnamed_stages
 from planner.exchange.keyed import Document, nested
-from planner.exchange.training_config import TrainingConfig, layers_of_parts, module_parts
+from planner.exchange.training_config import PLAIN, TrainingConfig, layers_of_parts, module_parts
 
 VERSION = "36044ad3 (2026-08)"
 KEYS: Mapping[str, str] = {
@@ -107,7 +108,8 @@ def read(text: str, source: str) -> ReadConfig:
     level, shard = _sharding(raw, data, pipeline)
     local, batch = raw.number(LOCAL), raw.optional(KEYS["global_batch"])
     away = raw.get(f"{KEYS['offload_optimizer']}._target_") is not None
-    config = TrainingConfig(
+    config = replace(
+        PLAIN,
         **found,
         **_stages(raw, pipeline, source),
         etp=1 if found["ep"] > 1 else found["tp"],
@@ -124,10 +126,7 @@ def read(text: str, source: str) -> ReadConfig:
         recompute_count=0,
         offload_optimizer=away,
         offload_parameters=away,
-        offload_activations=False,
         tensor_overlap=raw.flag(KEYS["tensor_overlap"]),
-        expert_overlap=False,
-        tokens_once=False,
     )
     raw.flag(KEYS["sequence_parallel"])
     raw.pass_over("distributed.pipeline.pp_")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
 from planner.exchange.keyed import Document
-from planner.exchange.training_config import TrainingConfig
+from planner.exchange.training_config import PLAIN, TrainingConfig
 from simulator.errors import InputError
 
 VERSION = "0.19"
@@ -103,16 +104,13 @@ def read(text: str, source: str) -> ReadConfig:
     }
     for prefix in ("meshwright", KEYS["offload_optimizer"], KEYS["offload_parameters"], KEYS["etp"], *_KNOWN):
         raw.pass_over(prefix)
-    config = TrainingConfig(
+    config = replace(
+        PLAIN,
         devices=ranks * tp * cp if ranks else None,
         tp=tp,
-        pp=1,
-        vpp=1,
         cp=cp,
         ep=ep,
         etp=1 if ep > 1 else tp,
-        layers=(),
-        schedule="none",
         micro_batch=micro,
         global_batch=batch,
         precision=next((name for name, used in precisions.items() if used), "fp32"),
@@ -121,10 +119,6 @@ def read(text: str, source: str) -> ReadConfig:
         sequence_parallel=False,
         context_algorithm="all_to_all" if cp > 1 else "none",
         **away,
-        offload_activations=False,
-        tensor_overlap=False,
-        expert_overlap=False,
-        tokens_once=False,
     )
     return ReadConfig(config=config, not_read=raw.unread(), violations=violations)
 

@@ -12,11 +12,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
 from planner.exchange.keyed import Document
-from planner.exchange.training_config import TrainingConfig, even_layers
+from planner.exchange.training_config import PLAIN, TrainingConfig, even_layers
 from simulator.errors import InputError
 
 VERSION = "1d27a7a (2026)"
@@ -102,11 +103,11 @@ def read(text: str, source: str) -> ReadConfig:
     level = "zero3" if usual("dp_types_enc", 0) else raw.word("default_dp_type", LEVELS, "ddp")
     layers = len(raw.numbers("tp_sizes_enc")) or None
     stages = raw.numbers("pp_division")
-    config = TrainingConfig(
+    config = replace(
+        PLAIN,
         devices=devices,
         tp=1 if heads else width,
         pp=pipeline,
-        vpp=1,
         cp=width if heads else ring,
         ep=1,
         etp=1 if heads else width,
@@ -122,12 +123,6 @@ def read(text: str, source: str) -> ReadConfig:
         recompute_layers=tuple("full" if one else "none" for one in again) if len(set(again)) > 1 else (),
         recompute_modules=(),
         recompute_count=0,
-        offload_optimizer=False,
-        offload_parameters=False,
-        offload_activations=False,
-        tensor_overlap=False,
-        expert_overlap=False,
-        tokens_once=False,
     )
     for key in ("pipeline_type", "tp_consecutive_flags", "vtp", "vsp", "vcp", "embed_sdp", "default_dp_type"):
         raw.get(key)

@@ -17,7 +17,7 @@ from planner.exchange import megatron
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, devices_of
 from planner.exchange.keyed import Document
 from planner.exchange.shell import read_script
-from planner.exchange.training_config import TrainingConfig
+from planner.exchange.training_config import PLAIN, TrainingConfig
 
 VERSION = "0.12.1"
 SCHEDULE, CONTEXT = "--schedules-method", "--context-parallel-algo"
@@ -174,16 +174,13 @@ def read_fsdp2(text: str, source: str) -> ReadConfig:
     ranks = devices // (tensor * context) if devices else shard
     algorithm = raw.word(FSDP2_KEYS["context_algorithm"], CONTEXTS, "ulysses")
     gathers = raw.flag(FSDP2_KEYS["optimizer_sharding"], True)
-    config = TrainingConfig(
+    config = replace(
+        PLAIN,
         devices=devices,
         tp=tensor,
-        pp=1,
-        vpp=1,
         cp=context,
         ep=expert,
         etp=1 if expert > 1 else tensor,
-        layers=(),
-        schedule="none",
         precision=raw.word(FSDP2_KEYS["precision"], DTYPES, "bf16"),
         optimizer_sharding="none" if shard == 1 else "zero3" if gathers else "zero2",
         shard_size=shard if 1 < shard < ranks else 0,
@@ -192,12 +189,6 @@ def read_fsdp2(text: str, source: str) -> ReadConfig:
         recompute="full" if raw.flag("parallel.recompute") else "none",
         recompute_layers=(),
         recompute_count=0,
-        offload_optimizer=False,
-        offload_parameters=False,
-        offload_activations=False,
-        tensor_overlap=False,
-        expert_overlap=False,
-        tokens_once=False,
     )
     raw.get("parallel.ep_fsdp_size")
     return ReadConfig(config=config, not_read=raw.unread())

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, divides
 from planner.exchange.keyed import Document
-from planner.exchange.training_config import TrainingConfig
+from planner.exchange.training_config import PLAIN, TrainingConfig
 
 VERSION = "acdbb667 (2026)"
 ALL = 1000
@@ -102,9 +103,9 @@ def read(text: str, source: str) -> ReadConfig:
     zero, shared = raw.number("zero_state", 1, 0), raw.flag("enable_sequence_parallel", True)
     reduces, algorithm = raw.flag("overlap_grad_reduce", True), raw.get("cp_comm_type", "a2a")
     eight, kind = raw.flag("fp8"), str(raw.get("dtype", "bf16"))
-    config = TrainingConfig(
+    config = replace(
+        PLAIN,
         **found,
-        layers=(),
         first_layers=raw.optional(KEYS["first_layers"]),
         last_layers=raw.optional(KEYS["last_layers"]),
         schedule="none" if pipeline == 1 else "1f1b" if found["vpp"] == 1 else "interleaved_1f1b",
@@ -120,12 +121,6 @@ def read(text: str, source: str) -> ReadConfig:
         recompute_modules=modules if mode == "selective" and layers else (),
         recompute_layers=(),
         recompute_count=layers if mode == "full" and layers < ALL else 0,
-        offload_optimizer=False,
-        offload_parameters=False,
-        offload_activations=False,
-        tensor_overlap=False,
-        expert_overlap=False,
-        tokens_once=False,
         overlap_gradients=reduces and ranks > 1,
     )
     raw.pass_over("meshwright")

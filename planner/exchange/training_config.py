@@ -182,6 +182,13 @@ def _check_size(layers: int, chunks: int) -> None:
         )
 
 
+PLAIN = TrainingConfig(
+    pp=1, vpp=1, schedule="none", layers=(), offload_optimizer=False, offload_parameters=False,
+    offload_activations=False, tensor_overlap=False, expert_overlap=False, tokens_once=False,
+)  # fmt: skip
+"""One stage, nothing on the host, no message hidden or sent once a node: what formats without keys for these say."""
+
+
 def module_parts(config: TrainingConfig, first: str, layer: str, last: Sequence[str]) -> list[list[str]]:
     """Names of the modules of each chunk in model order: the first one's embedding, layers, the last one's head.
 

@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from simulator.program import Kernel, Phase
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 _BATCHED = frozenset({"aten.bmm.default", "aten.baddbmm.default"})
 DTYPE_BYTES = {
@@ -275,14 +272,3 @@ class OperatorGraph:
             for node, times in zip(self.nodes, self.multiplicity, strict=True)
             if phase is None or node.phase == phase
         )
-
-    def to_networkx(self) -> nx.MultiDiGraph[int]:
-        """View the graph in networkx: nodes by index with their record, edges by tensor."""
-        import networkx as nx
-
-        view: nx.MultiDiGraph[int] = nx.MultiDiGraph(network=self.network)
-        for index, node in enumerate(self.nodes):
-            view.add_node(index, record=node)
-            for ref in node.tensor_inputs:
-                view.add_edge(ref.node, index, output=ref.output, spec=self.spec(ref))
-        return view

@@ -306,24 +306,6 @@ class PlacedGraph:
                     wanted[placements] = None
         return [w for w in wanted if any(isinstance(s.operation, Collective) for s in self.path(self.stored[node], w))]
 
-    @cached_property
-    def reads(self) -> Mapping[tuple[int, Placements], str] | None:
-        """Under which name each parameter, by its node, is read in each placement; None where one is moved for that.
-
-        Placements are the stored one, or come in messages before.
-        """
-        found: dict[tuple[int, Placements], str] = {}
-        for parameter in self.graph.parameters:
-            index, ref = parameter.node, TensorRef(parameter.node)
-            there = (self.stored[index], *self.gathered(index))
-            for user in self.graph.consumers.get(ref, ()):
-                for used, wanted in zip(self.graph.nodes[user].tensor_inputs, self.recipe(user).inputs, strict=True):
-                    if used == ref and wanted not in there:
-                        return None
-                    if used == ref:
-                        found[index, wanted] = self.value_name(ref, wanted)
-        return found
-
     def way(self, source: Placements, target: Placements) -> tuple[Step, ...] | None:
         """Steps of a redistribution, by all-to-alls where the plan has them; None where there is no way."""
         return redistribution(source, target, self.options.exchange.all_to_all)

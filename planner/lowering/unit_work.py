@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from planner.cost.work import in_halves
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import Role, TensorRef
-from planner.lowering.alike import passes_of
-from planner.lowering.body import Fetch, Gather
+from planner.lowering.body import Body, Fetch, Gather
 from planner.lowering.host import HOST_STREAM
 from planner.lowering.instructions import Compute, written_values
+from planner.lowering.offload import offload
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.unit_memory import UnitMemory, unit_memory
 from planner.lowering.work import Work
@@ -141,7 +141,9 @@ def _unit_work(
     arrives, returns = before.forward if before else None, behind.gradient if behind else None
     given = [ref for ref in (arrives, returns) if ref is not None]
     sent_on = source.written_name(behind.forward) if behind else ""
-    items = passes_of(source, [i for i in unit.nodes if i not in sums], given, terms, sent_on)
+    body = Body(source, [i for i in unit.nodes if i not in sums], given, terms)
+    offload(body, given, sent_on)
+    items = body.items
     coming = [draft for item in items if isinstance(item, Fetch) for draft in item.drafts]
     drafts = [item for item in items if isinstance(item, Draft)]
     made = {item for item in items if isinstance(item, TensorRef)}

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from planner.search import dynamic_programming
 from planner.search.exact.pareto import MAX_PAIRS
 from planner.search.memory_price import within_limit
@@ -61,14 +59,3 @@ def with_bound(problem: Problem, solution: Solution, memory_limit_bytes: float, 
     exact = dynamic_programming.solve(problem, memory_limit_bytes, pairs=pairs)
     proven = 0.0 if exact is None else min(exact.lower_bound_s, solution.objective_s)
     return replace(solution, lower_bound_s=proven, width=0 if exact is None else exact.width)
-
-
-def gap_to_exact(problem: Problem, solution: Solution, memory_limit_bytes: float = np.inf) -> float:
-    """Part of the solution's objective that the exact optimum under the same limit saves.
-
-    Negative where the exact search stopped early, at a plan that is worse.
-    """
-    exact = dynamic_programming.solve(problem, memory_limit_bytes)
-    if exact is None or solution.objective_s <= 0:
-        return 0.0
-    return 1.0 - exact.objective_s / solution.objective_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from planner.graph import attention as written_out
 from planner.graph import norms
@@ -14,7 +13,7 @@ from planner.sharding import local_layers as layers
 from planner.sharding import local_norms
 from planner.sharding import local_scores as products
 from planner.sharding.local_attention import attention, attention_backward
-from planner.sharding.local_call import LocalCall, LocalOperator, Moment, Parts, Peers, invoke, local_call, widened
+from planner.sharding.local_call import LocalCall, LocalOperator, Peers, invoke, local_call, widened
 from planner.sharding.local_context import (
     context_attention,
     context_attention_backward,
@@ -26,7 +25,7 @@ from planner.sharding.local_softmax import shared_log_softmax, shared_log_softma
 from planner.sharding.rule_notation import Rule
 from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD, SequenceCut
 
-__all__ = ["Alone", "LocalOperator", "Peers", "call_operator", "prepare"]
+__all__ = ["LocalOperator", "Peers", "prepare"]
 
 _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.view.default": layers.reshaped,
@@ -127,34 +126,3 @@ def prepare(
     if any(rule.messages for rule in rules):
         return _AMONG_RANKS[node.op](call)
     return widened(call, _SPECIAL.get(node.op, invoke)(call))
-
-
-def call_operator(graph: OperatorGraph, node: Node, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run a whole operator on whole tensors.
-
-    Every number, also those that depend on the batch, is that of `graph`.
-    """
-    return prepare(graph, node, (), (), ())(tensors, Alone())
-
-
-class Alone:
-    """The peers of a rank that meets none."""
-
-    def __init__(self) -> None:
-        self.moment = Moment()
-
-    def sum(self, tensor: Tensor, axis: int) -> Tensor:
-        """Return the tensor: there is nothing to add."""
-        return tensor
-
-    def largest(self, tensor: Tensor, axis: int) -> Tensor:
-        """Return the tensor: there is nothing to compare it with."""
-        return tensor
-
-    def pass_on(self, tensors: Parts, axis: int) -> Callable[[], Parts]:
-        """Get one's own tensors back."""
-        return lambda: tensors
-
-    def exchange(self, tensors: Parts, axis: int, split: int, join: int, *, all_to_all: bool = True) -> Parts:
-        """Keep all pieces."""
-        return tensors

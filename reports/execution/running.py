@@ -13,14 +13,14 @@ from statistics import fmean, median
 from typing import Any
 
 from planner.execution.launch.starting import prepare
-from planner.execution.measuring.by_hand import HandSplit
-from planner.execution.measuring.turns import Turns, rounds_within, take_turns
 from planner.execution.options import ExecuteOptions
 from planner.execution.run import execute_plan
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import read_plan, write_plan
 from planner.plans.plan import Plan
+from reports.execution.by_hand import HandSplit
 from reports.execution.cases import Case
+from reports.execution.turns import Turns, rounds_within, take_turns
 from simulator.calibration.calibrate import CalibrateOptions, calibrate
 from simulator.conditions import MOST_OTHERS
 from simulator.errors import MeshwrightError

@@ -1,6 +1,6 @@
 """Time of kernels on one device: from their work, or from their shape where the profile describes it."""
 
-from simulator.kernels.attention import attention_time, unfused_attention_time
+from simulator.kernels.attention import attention_time
 from simulator.kernels.convolution import convolution_time
 from simulator.kernels.matmul import grouped_matmul_time, matmul_time
 from simulator.kernels.roofline import kernel_time
@@ -15,5 +15,4 @@ __all__ = [
     "kernel_time",
     "matmul_time",
     "shaped_time",
-    "unfused_attention_time",
 ]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from simulator.hardware import AttentionModel, Hardware
-from simulator.kernels.matmul import ELEMENT_BYTES, matmul_time
+from simulator.kernels.matmul import ELEMENT_BYTES
 from simulator.kernels.roofline import kernel_time
 from simulator.program import Kernel
 
@@ -92,37 +92,6 @@ def attention_kernel_time(
     compute = passes * 4.0 * pairs * (head_size + model.fill_head_size) / peak
     memory = moved / (hardware.memory_bandwidth * model.bandwidth_efficiency)
     return np.asarray(model.overhead_s + np.maximum(compute, memory))
-
-
-def unfused_attention_time(
-    hardware: Hardware,
-    dtype: str,
-    *,
-    batch: ArrayLike,
-    heads: ArrayLike,
-    queries: ArrayLike,
-    keys: ArrayLike,
-    head_size: ArrayLike,
-    backward: bool,
-    score_passes: float | None = None,
-) -> FloatArray:
-    """Seconds of attention as two batched products and a softmax on the whole score matrix, masked or not.
-
-    `score_passes` is how often the scores are read or written between the products, the products' own reading
-    and writing apart: 2 forward for one kernel that scales, masks and normalises, 3 backward; eager code has
-    more. Backward runs each product twice.
-    """
-    count, rows, columns, size = (
-        np.asarray(value, dtype=np.float64) for value in (np.multiply(batch, heads), queries, keys, head_size)
-    )
-    scores = matmul_time(hardware, dtype, rows, columns, size, count)
-    values = matmul_time(hardware, dtype, rows, size, columns, count)
-    if backward:
-        # dP has the shape of the first product, dQ, dK and dV that of the second.
-        values = 3.0 * values
-    passes = (3.0 if backward else 2.0) if score_passes is None else score_passes
-    moved = passes * count * rows * columns * ELEMENT_BYTES.get(dtype, 4)
-    return np.asarray(scores + values + kernel_time(hardware, Kernel.SOFTMAX, dtype, np.zeros_like(moved), moved))
 
 
 def attention_model(hardware: Hardware, kind: AttentionKind = "flash2", *, backward: bool) -> AttentionModel:

@@ -1,19 +1,15 @@
-"""Pipeline schedules: generated, imported, and their published formulas."""
+"""Pipeline schedules: generated and imported."""
 
 from simulator.schedules.exchange import format_schedule_csv, parse_schedule_csv
-from simulator.schedules.formulas import FORMULAS, Formulas, ScheduleSize
 from simulator.schedules.generators import SCHEDULES, TWO_CHUNKS, make_schedule
 from simulator.schedules.schedule import Action, ActionKind, Schedule, check_schedule
 
 __all__ = [
-    "FORMULAS",
     "SCHEDULES",
     "TWO_CHUNKS",
     "Action",
     "ActionKind",
-    "Formulas",
     "Schedule",
-    "ScheduleSize",
     "check_schedule",
     "format_schedule_csv",
     "make_schedule",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.graph.operator_graph import Argument, BatchSize, Node, OperatorGraph, Role, TensorRef
-from planner.sharding.local_operator import call_operator
+from tests.planner.sharding.alone import call_operator
 
 
 def run_graph(

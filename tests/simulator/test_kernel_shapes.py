@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from simulator.kernels import (
     grouped_matmul_time,
     kernel_time,
     matmul_time,
-    unfused_attention_time,
 )
 from simulator.kernels.shaped import shaped_time
 from simulator.profiles import load_profile
@@ -214,17 +212,6 @@ def test_a_causal_mask_halves_long_attention_and_a_missing_kind_uses_another() -
     flops = 2.5 * 4 * 4 * 32 * 32768**2 * 0.5 * 128
     roofline = kernel_time(bare, Kernel.ATTENTION, "bfloat16", flops, 0.0)
     assert time(bare, causal=True) == pytest.approx(roofline)
-
-
-def test_unfused_attention_costs_more_than_fused() -> None:
-    machine = hardware()
-    shape: dict[str, Any] = {"batch": 4, "heads": 32, "queries": 2048, "keys": 2048, "head_size": 128}
-    for backward in (False, True):
-        fused = attention_time(machine, "bfloat16", **shape, key_value_heads=32, causal=True, backward=backward)
-        unfused = unfused_attention_time(machine, "bfloat16", **shape, backward=backward)
-        assert float(unfused) > 2 * float(fused)
-    more = unfused_attention_time(machine, "bfloat16", **shape, backward=False, score_passes=6)
-    assert more > unfused_attention_time(machine, "bfloat16", **shape, backward=False)
 
 
 def test_convolutions_are_products_at_their_own_efficiency() -> None:

@@ -19,7 +19,8 @@ from simulator.pipeline import (
     simulate_pipeline,
     step_of_passes,
 )
-from simulator.schedules import FORMULAS, SCHEDULES, Schedule, ScheduleSize, make_schedule, parse_schedule_csv
+from simulator.schedules import SCHEDULES, Schedule, make_schedule, parse_schedule_csv
+from tests.simulator.schedule_formulas import FORMULAS, ScheduleSize
 from tests.simulator.test_schedules import EVERY, shapes
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 1.5, 1.25), (1.0, 2.0, 0.75)]

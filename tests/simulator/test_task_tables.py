@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.errors import ProgramError
-from simulator.fast_beside import run_beside, runs_alone
 from simulator.flows import max_min_rates
 from simulator.table_builder import TableBuilder
-from simulator.task_groups import group_tasks
 from simulator.task_table import StreamKind, TaskTable
 from tests.simulator.table_copies import expand
 from tests.simulator.task_tables import tables
@@ -67,20 +65,17 @@ def test_events_give_the_times_of_the_recurrence(table: TaskTable) -> None:
 
 @given(table=tables(), speeds=st.sampled_from([(0.8, 0.5), (0.8, 1.0), (1.0, 0.5)]), ample=st.booleans())
 @settings(deadline=None, max_examples=100)
-def test_a_rank_alone_runs_as_events_do(table: TaskTable, speeds: tuple[float, float], ample: bool) -> None:
+def test_engines_agree_on_a_rank_alone(table: TaskTable, speeds: tuple[float, float], ample: bool) -> None:
     table = dataclasses.replace(
         table,
         stream_rank=np.zeros_like(table.stream_rank),
         meeting=np.full_like(table.meeting, -1),
+        meeting_size=np.zeros(0, dtype=np.int64),
         link_capacity=table.link_capacity * (100 if ample else 1),
         compute_speed=speeds[0],
         transfer_speed=speeds[1],
     )
-    groups = group_tasks(table)
-    assume(table.size and runs_alone(groups))
-    exact = ample or not table.links.size
-    for one, other in zip(run_beside(groups), fast_engine._run_events(groups), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0.0 if exact else 1e-9, atol=0.0 if exact else 1e-12)
+    assert_agree(table)
 
 
 @ENGINES

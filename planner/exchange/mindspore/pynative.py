@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import count, groupby
 from typing import Any
 
@@ -24,7 +25,7 @@ from planner.exchange.formats import (
     unnamed_stages,
 )
 from planner.exchange.keyed import Document, nested
-from planner.exchange.training_config import MOST_LAYERS, TrainingConfig, even_layers
+from planner.exchange.training_config import MOST_LAYERS, PLAIN, TrainingConfig, even_layers
 from planner.networks.mindformers_config import transformers_config
 from simulator.errors import InputError
 
@@ -134,7 +135,8 @@ def read(text: str, source: str) -> ReadConfig:
     method = raw.word(KEYS["context_algorithm"], METHODS, "colossal")
     stages = _stages(raw, pipeline, source)
     layers = raw.optional(MODEL) or stages.get("num_layers")
-    config = TrainingConfig(
+    config = replace(
+        PLAIN,
         **found,
         **stages,
         **_recompute(raw, layers, source),
@@ -151,7 +153,6 @@ def read(text: str, source: str) -> ReadConfig:
         offload_activations=raw.flag("swap.enable"),
         tensor_overlap=raw.flag(KEYS["tensor_overlap"]),
         expert_overlap=raw.flag(KEYS["expert_overlap"]),
-        tokens_once=False,
     )
     raw.flag(KEYS["sequence_parallel"])
     sizes = transformers_config(raw.sections)

@@ -17,7 +17,7 @@ from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.messages import sends_s
 from planner.search.configurations.schedule_shapes import ScheduleShape
 from planner.search.stages.fragments import FloatArray
-from planner.search.stages.outcome import Partition
+from planner.search.stages.task import Partition
 from simulator.hardware import Hardware
 from simulator.topology import meeting_distance, neighbour_distances
 

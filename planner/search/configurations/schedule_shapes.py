@@ -104,7 +104,7 @@ def schedule_shape(
     for 1F1B and GPipe, and that over v for v interleaved chunks. Where backward passes B put off weight gradients W, it
     is (p - 1)(F + B - 2 W) for ZB-H1, at least (p - 1) max(B - W, B / 2); (p - 1)(F + B - 3 W) for ZB-H2, no rank of
     which waits for a backward pass, and half of (p - 1)(max(F, B - W) + B - 3 W) for ZBV, both at least nothing
-    (`simulator.schedules.formulas` has the sources), ZBV also half of (p - 1)(2 F - B) and of (p - 1)(B / 2 - F). For
+    (docs/schedules.md has the sources), ZBV also half of (p - 1)(2 F - B) and of (p - 1)(B / 2 - F). For
     the next step follows a rank's own update; where ranks wait for each other at the end of a step, ``together``, the
     last one's forward pass comes late, and all are at least (p - 1) F, or half of that. 1F1B and ZB-H1 have
     as many micro-batches in flight as there are ranks behind a rank: they then wait for the messages of every one of

@@ -16,7 +16,7 @@ from planner.search.configurations.messages import BatchSums
 from planner.search.configurations.passes import Row
 from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s, turns_apart_s, uneven_s
 from planner.search.stages.fragments import COLUMNS, FloatArray, Fragments, IntArray
-from planner.search.stages.outcome import Partition
+from planner.search.stages.task import Partition
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, TiedParameter, UnitLabels

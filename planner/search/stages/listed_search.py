@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.stages.chain_bound import cheapest_rows
-from planner.search.stages.chunk_terms import memory_bytes, step_s
 from planner.search.stages.fragments import (
     ACTIVATION,
     BACKLOG,
@@ -27,9 +26,8 @@ from planner.search.stages.fragments import (
     IntArray,
 )
 from planner.search.stages.listed_cuts import listed_cuts, listed_s
-from planner.search.stages.outcome import Partition
 from planner.search.stages.segments import ROUNDING
-from planner.search.stages.task import PartitionTask
+from planner.search.stages.task import Partition, PartitionTask, memory_bytes, step_s
 
 LISTED = 48
 """Cuts with the least bounds whose turns are looked at."""

@@ -23,7 +23,6 @@ from itertools import compress
 import numpy as np
 
 from planner.search.stages.chain_bound import unlike
-from planner.search.stages.chunk_terms import turns_s
 from planner.search.stages.cutting import cut, reaches
 from planner.search.stages.exact_turns import SHORT, exact_turns
 from planner.search.stages.fragments import (
@@ -41,18 +40,14 @@ from planner.search.stages.fragments import (
 from planner.search.stages.listed_cuts import few_cuts
 from planner.search.stages.listed_search import listed_partition
 from planner.search.stages.one_rank import CLOSE, choose
-from planner.search.stages.outcome import Partition
-from planner.search.stages.picked import Picks, made, objective_s, unlimited_s
-from planner.search.stages.segments import ROUNDING, Segments
-from planner.search.stages.task import PartitionTask, unlimited
+from planner.search.stages.segments import ROUNDING, Picks, Segments, made, objective_s, unlimited_s
+from planner.search.stages.task import Partition, PartitionTask, turns_s, unlimited
 from planner.search.stages.turn_search import search_limited, search_turns
 
 __all__ = ["Partition", "PartitionTask", "partition"]
 
 SCANS = 64
 """Most limits on the busiest rank that are tried before a partition is only bounded."""
-PAIRED = 1_000
-"""Most ways of segments of which all pairs of two chunks are compared."""
 _SLACK = (1.15, 1.6, np.inf)
 _TIGHT = (1.06, *_SLACK)
 """With one chunk a rank: what is found is proven to be the best where longer segments take too long."""
@@ -292,15 +287,7 @@ class _Cutter:
 
 
 def _search(segments: Segments) -> Partition | None:
-    """One chunk a rank: move the limit on the busiest rank from the least feasible one upwards.
-
-    Two chunks of few ways are compared in pairs.
-    """
-    if segments.task.pieces == 2 and len(segments.values) <= PAIRED:
-        pair = best_pair(segments)
-        if pair is None:
-            return None
-        return made(segments, pair, objective_s(segments, pair) if segments.exact else unlimited_s(segments))
+    """One chunk a rank: move the limit on the busiest rank from the least feasible one upwards."""
     cutter = _Cutter(segments)
     if not len(cutter.limits):
         return None
@@ -333,27 +320,3 @@ def _fill(segments: Segments, picks: Picks) -> float:
 
 def _turns(segments: Segments, picks: Picks) -> float:
     return turns_s(segments.task, segments.fill[picks], segments.busy[picks])
-
-
-def best_pair(segments: Segments) -> Picks | None:
-    """Rows of the table for both chunks, of two ranks, with the least fill and busiest rank; None where none fits.
-
-    Of pairs that take as long the one with the least fill is picked.
-    """
-    task, groups = segments.task, segments.groups
-    allowed, which = segments.allowed_of(np.full(2, task.limit_bytes))
-    ways = [group.last - group.first for group in groups]
-    # The place of the cut: so many units, and the boundary state behind them.
-    width = len(segments.states)
-    behind = np.repeat([(g.starts.start + g.length) * width + g.exit for g in groups], ways)
-    before = np.repeat([g.starts.start * width + g.entry for g in groups], ways)
-    first: IntArray = np.flatnonzero(allowed[which[0]] & (before == 0))
-    second: IntArray = np.flatnonzero(allowed[which[1]] & (behind == task.units * width))
-    one, other = (behind[first][:, None] == before[second]).nonzero()
-    if not len(one):
-        return None
-    one, other = first[one], second[other]
-    fill_s = segments.fill[one] + segments.fill[other]
-    step_s = fill_s + np.maximum(segments.busy[one], segments.busy[other])
-    pick = np.lexsort((fill_s, step_s))[0]
-    return [int(one[pick]), int(other[pick])]

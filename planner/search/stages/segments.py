@@ -6,13 +6,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.stages.chunk_places import ChunkPlaces
 from planner.search.stages.fragments import (
     ACTIVATION,
     FILL,
@@ -26,9 +25,11 @@ from planner.search.stages.fragments import (
     joined,
     repeated,
 )
-from planner.search.stages.task import PartitionTask
+from planner.search.stages.task import Partition, PartitionTask, memory_bytes, step_s
 
 BoolArray = NDArray[np.bool_]
+Picks = list[int]
+"""Row of the table for every chunk."""
 ROUNDING = 1e-12
 _BEGIN = -1
 
@@ -145,7 +146,6 @@ class Segments:
         whole = task.pieces == 1 or bool(task.cuts)
         self.longest_s = np.inf if whole else self._longest(slack)
         self.complete = True
-        self._places = ChunkPlaces(task, self.longest_s)
         self._powers: list[dict[int, Fragments]] = [{} for _ in task.kinds]
         self._begins = np.concatenate(([0], np.cumsum(task.counts))).tolist()
         changes = np.any(task.sends_s[1:] != task.sends_s[:-1], axis=1)
@@ -308,8 +308,7 @@ class Segments:
                 yield from self._placed(rows, length, ways)
 
     def _starts(self, starts: range, length: int) -> list[range]:
-        """Rows of those starts with which a segment of this length is a chunk that cuts and other chunks allow."""
-        starts = self._places(starts, length)
+        """Rows of those starts with which a segment of this length is a chunk that cuts allow."""
         if not self._ends:
             return [starts] if starts else []
         return [range(s, s + 1) for s in starts if s + length in self._ends.get(s, ())]
@@ -338,3 +337,31 @@ def _chunk_ends(task: PartitionTask) -> dict[int, set[int]]:
         for begin in begins:
             found.setdefault(begin, set()).update(end for end in ends if end > begin)
     return found
+
+
+def objective_s(segments: Segments, picks: Picks) -> float:
+    """Seconds of the step."""
+    passes = segments.values[picks][:, [FILL, STEADY]].sum(axis=1)
+    return step_s(segments.task, segments.fill[picks], segments.busy[picks], passes)
+
+
+def made(segments: Segments, picks: Picks, lower_s: float) -> Partition:
+    """The partition of these rows, with a bound on all."""
+    places = (np.searchsorted(segments.offsets, picks, side="right") - 1).tolist()
+    groups = [segments.groups[place] for place in places]
+    labels = [g.source.labels[g.rows[row - g.first]] for g, row in zip(groups, picks, strict=True)]
+    return Partition(
+        ends=tuple(accumulate(group.length for group in groups)),
+        labels=tuple(np.concatenate(labels).tolist()),
+        objective_s=objective_s(segments, picks),
+        lower_bound_s=lower_s,
+        fill_s=segments.values[picks, FILL],
+        busy_s=segments.busy[picks],
+        memory_bytes=memory_bytes(segments.task, segments.values[picks]),
+        exact=segments.exact,
+    )
+
+
+def unlimited_s(segments: Segments) -> float:
+    """A bound on every partition, its memory aside: the even share of the least time, and the least fill."""
+    return segments.share_s + segments.least_fill_s

@@ -1,11 +1,10 @@
-"""What is to be partitioned into pipeline stages, and simpler forms of it."""
+"""What is to be partitioned into pipeline stages, simpler forms of it, and what a partition is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from planner.search.stages.fragments import (
     pruned,
     thinned,
 )
-
-if TYPE_CHECKING:
-    from planner.search.stages.outcome import Partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,6 +92,30 @@ class PartitionTask:
         return Criteria(hidden_share=self.hidden_share, memory=not self.roomy)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Partition:
+    """Cuts and labels.
+
+    Attributes
+    ----------
+    ends : (chunks,) number of units up to the end of each chunk
+    labels : (units,) label of every unit
+    objective_s, lower_bound_s : seconds; the bound holds for every partition of the task
+    fill_s, busy_s : (chunks,) both terms of the objective
+    memory_bytes : (ranks,)
+    exact : whether no way of a fragment was left out: then more of them find nothing else
+    """
+
+    ends: tuple[int, ...]
+    labels: tuple[int, ...]
+    objective_s: float
+    lower_bound_s: float
+    fill_s: FloatArray
+    busy_s: FloatArray
+    memory_bytes: FloatArray
+    exact: bool = False
+
+
 MANY = 16
 """Ways of a unit up to which all of them are tried."""
 FEW = 5
@@ -156,3 +176,30 @@ def idealised(task: PartitionTask) -> PartitionTask:
 def _orders(block: Fragments, rows: IntArray) -> tuple[IntArray, IntArray]:
     time, kept = block.busy[rows], block.values[rows, ACTIVATION]
     return rows[np.lexsort((kept, time))], rows[np.lexsort((time, kept))]
+
+
+def turns_s(task: PartitionTask, fill_s: FloatArray, busy_s: FloatArray) -> float:
+    """Fill and the longest chunk of each turn, from both terms (chunks,) of the objective."""
+    return float(fill_s.sum() + busy_s.reshape(task.chunks, task.ranks).max(axis=1).sum())
+
+
+def step_s(task: PartitionTask, fill_s: FloatArray, busy_s: FloatArray, passes_s: FloatArray) -> float:
+    """Seconds of the step; turns may even out, but no rank takes less than all of its chunks.
+
+    Parameters
+    ----------
+    passes_s : (chunks,) seconds of all passes of each chunk
+    """
+    if task.uneven_s is None:
+        return turns_s(task, fill_s, busy_s)
+    ranks = np.bincount(task.rank_of, busy_s, task.ranks)
+    return max(turns_s(task, fill_s, busy_s) + task.uneven_s(passes_s), float(fill_s.sum() + ranks.max()))
+
+
+def memory_bytes(task: PartitionTask, values: FloatArray) -> FloatArray:
+    """(ranks,) bytes at the peak, from values (chunks, 7) as in `Fragments.values`."""
+    standing = np.bincount(task.rank_of, task.in_flight * values[:, ACTIVATION] + values[:, RESIDENT], task.ranks)
+    transient = np.zeros(task.ranks)
+    np.maximum.at(transient, task.rank_of, values[:, TRANSIENT])
+    memory: FloatArray = standing + transient
+    return memory

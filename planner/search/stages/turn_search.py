@@ -15,9 +15,8 @@ import numpy as np
 from planner.search.stages.cutting import cut_turns
 from planner.search.stages.fragments import FloatArray
 from planner.search.stages.memory_shares import Share, shares
-from planner.search.stages.outcome import Partition
-from planner.search.stages.picked import Picks, made, objective_s, unlimited_s
-from planner.search.stages.segments import ROUNDING, BoolArray, Segments
+from planner.search.stages.segments import ROUNDING, BoolArray, Picks, Segments, made, objective_s, unlimited_s
+from planner.search.stages.task import Partition
 
 
 class Manner(NamedTuple):

@@ -17,7 +17,7 @@ from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.planning.prediction import rank_memory
 from planner.plans.plan import Plan
-from planner.sharding.local_operator import Alone, prepare
+from planner.sharding.local_operator import prepare
 from simulator.profiles import load_profile
 from simulator.program import BufferKind, Collective, Kernel
 from simulator.schedules import ActionKind
@@ -25,6 +25,7 @@ from tests.planner.execution.made import HARDWARE, make_plan, run
 from tests.planner.execution.small import place
 from tests.planner.execution.test_stages import make
 from tests.planner.search.problems import captured
+from tests.planner.sharding.alone import Alone
 
 PINS: dict[str, Any] = {"dp": 1, "tp": 1, "cp": 1, "pp": 2, "micro_batch": 2}
 BATCH = 8

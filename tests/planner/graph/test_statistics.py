@@ -10,8 +10,9 @@ from planner.graph.operator_graph import OperatorGraph, TensorRef
 from planner.graph.scaling import at_precision
 from planner.graph.statistics import wide_nodes
 from planner.networks.zoo.llama import RootMeanSquareNorm
-from planner.sharding.local_operator import Alone, prepare
+from planner.sharding.local_operator import prepare
 from simulator.program import Phase
+from tests.planner.sharding.alone import Alone
 
 Full = Callable[[str], OperatorGraph]
 

@@ -136,15 +136,14 @@ def test_thinned_fragments_keep_a_true_bound(task: PartitionTask) -> None:
 
 
 @given(tasks())
-def test_two_chunks_of_many_ways_are_cut_as_well_as_in_pairs(task: PartitionTask) -> None:
+def test_two_ranks_equal_brute_force(task: PartitionTask) -> None:
     task = replace(task, ranks=2, rank_of=np.arange(2), in_flight=np.array([2.0, 1.0]))
-    in_pairs = partition(task, width=10_000)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "PAIRED", 0)
-        found = partition(task, width=10_000)
-    assert (found is None) == (in_pairs is None)
-    if found is not None and in_pairs is not None:
-        assert found.objective_s == in_pairs.objective_s
+    found, best = partition(task, width=10_000), brute_force(task)
+    assert (found is None) == (best == np.inf)
+    if found is not None:
+        assert found.objective_s == pytest.approx(best)
+        assert found.lower_bound_s == pytest.approx(best)
+        check(task, found)
 
 
 @given(tasks(chunks=2))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from planner.graph.operator_graph import Argument, Node, OperatorGraph, TensorRef, TensorSpec
-from planner.sharding.local_operator import Alone, call_operator, prepare
+from planner.sharding.local_operator import prepare
 from planner.sharding.placement import PARTIAL, Placements
 from planner.sharding.rule_notation import Rule
+from tests.planner.sharding.alone import Alone, call_operator
 
 Coordinates = tuple[int, ...]
 _POSITIVE = ("rsqrt", "sqrt", "log", "log2", "log10", "log1p", "pow", "reciprocal", "div", "xlogy", "fmod", "remainder")

@@ -14,9 +14,10 @@ from planner.graph.attention import MASKED
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.sharding.context import Algorithm, context_rules, positions_of, sequence_cut
 from planner.sharding.local_context import own_part
-from planner.sharding.local_operator import Alone, call_operator, prepare
+from planner.sharding.local_operator import prepare
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.sequence import ATTENTION, sequence_length
+from tests.planner.sharding.alone import Alone, call_operator
 
 Pieces = list[Tensor]
 

@@ -13,10 +13,11 @@ from planner.graph.operator_graph import DROPOUT
 from planner.sharding.context import positions_of
 from planner.sharding.local_call import Moment
 from planner.sharding.local_dropout import dropped
-from planner.sharding.local_operator import Alone, prepare
+from planner.sharding.local_operator import prepare
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule, rules_for
 from planner.sharding.sequence import SequenceCut
+from tests.planner.sharding.alone import Alone
 from tests.planner.sharding.checking import assemble, cut
 from tests.planner.sharding.single_nodes import Given, one_node
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from planner.graph.operator_graph import BatchSize, Node, OperatorGraph, TensorSpec
 from planner.sharding import local_attention
 from planner.sharding.local_attention import attend, attend_backward
-from planner.sharding.local_operator import Alone, call_operator, prepare
+from planner.sharding.local_operator import prepare
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule, rules_for
 from simulator.errors import ExecutionError
+from tests.planner.sharding.alone import Alone, call_operator
 from tests.planner.sharding.checking import assemble, cut, rule_error
 from tests.planner.sharding.single_nodes import Given, indices, one_node
 

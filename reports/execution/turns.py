@@ -16,8 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from planner.execution.job import Job
-from planner.execution.measuring.by_hand import HandSplit, HandTrainer, HandWritten, like
 from planner.execution.worker import Trainer
+from reports.execution.by_hand import HandSplit, HandTrainer, HandWritten, like
 from simulator.calibration.launch import run_workers
 
 WARM_UP = 2

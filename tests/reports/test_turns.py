@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from planner.execution.measuring import turns
-from planner.execution.measuring.turns import MOST_STEPS, Turns, rounds_within
+from reports.execution import turns
+from reports.execution.turns import MOST_STEPS, Turns, rounds_within
 
 
 def test_a_machine_that_drifts_favours_neither():
