@@ -1,8 +1,9 @@
 """Branch and bound over configurations: the best plans of the whole space, with a proof of how good they are.
 
-Nodes are opened in the order of their bounds, from degrees and micro-batches (bounded by the work alone) over orders
-of the axes (bounded by all ways to run units: their time shared out evenly, then whole, then with states and what
-these leave room for, then between boundary states) to storages of labels (bounded by what stands on all ranks, by
+Nodes are opened in the order of their bounds, from degrees and micro-batches (bounded by the work alone, then over all
+orders of the axes at once, as if the neighbours along every axis were side by side) over orders of the axes (bounded by
+all ways to run units: their time shared out evenly, then whole, then with states and what these leave room for, then
+between boundary states) to storages of labels (bounded by what stands on all ranks, by
 time, then with the memory limit), whose stages are then partitioned: what is cheap to tell comes first. The search ends
 when no bound lies under the best objective found and enough plans are there to choose from, or after `SOLVES`
 partitions (`planner.search.configurations.limits`).
@@ -176,12 +177,7 @@ class _Search(Agenda):
         if node.stage is Depth.BASE:
             self._any_order(bound, node.configuration)
         elif node.stage is Depth.ANY_ORDER:
-            usual, *others = node.others
-            if (states := self._least_states(self._table(node.configuration), node.configuration)) is not None:
-                least_s = states_bounds(
-                    self.extent, self.model, self._table(node.configuration), node.configuration, states, bound
-                )
-                self.push(float(least_s.min()), SearchNode(Depth.ORDER, usual, others=tuple(others)))
+            self._states_in_any_order(bound, node)
         elif node.stage is Depth.EVEN:
             self._units(bound, node.configuration)
         elif node.stage is Depth.STATES:
@@ -208,6 +204,19 @@ class _Search(Agenda):
         else:
             usual, *others = ordered
             self.push(bound, SearchNode(Depth.ORDER, usual, others=tuple(others)))
+
+    def _states_in_any_order(self, bound: float, node: SearchNode) -> None:
+        """Bound all orders by what states take as well; where they may still be the best, the usual one comes first."""
+        beside, tables = node.configuration, self._table(node.configuration)
+        if beside not in self.stored:
+            # Which ranks may share states depends on how far they are apart.
+            apart = {order.stride("data"): order for order in node.others}.values()
+            ways = (way for order in apart for way in storages(self.extent, order))
+            self.stored[beside] = list(dict.fromkeys(replace(way, order=()) for way in ways))
+        if (states := self._least_states(tables, beside)) is not None:
+            least = float(states_bounds(self.extent, self.model, tables, beside, states, bound).min())
+            usual, *others = node.others
+            self.push(least, SearchNode(Depth.ORDER, usual, others=tuple(others)))
 
     def _open_order(self, bound: float, node: SearchNode) -> None:
         """Table an order's stage mesh and bound it by the work of all units; other orders wait for what it says."""
@@ -281,7 +290,7 @@ class _Search(Agenda):
     def _least_states(self, tables: StageTables, placed: Configuration) -> LeastStates | None:
         """What states take at least in each storage that all ranks together have room for; None where there is none."""
         c = placed
-        key = (self.number.of(c), c.pipeline, c.data, c.stride("data"), c.micro_batches, c.in_a_row)
+        key = (self.number.of(c), c.order == (), c.pipeline, c.data, c.stride("data"), c.micro_batches, c.in_a_row)
         if key not in self.states:
             states = least_states_of(self.extent, self.model, tables, self._storages(c))
             if states is not None and not states.fits.all():
