@@ -114,7 +114,10 @@ def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
     training: dict[str, Any] = {"local_batch_size": micro}
     if pipeline > 1:
         parallel |= {
-            "pipeline_parallel_schedule": SCHEDULES[str(config.schedule)],
+            # Of one micro-batch both are the same, and torch refuses 1F1B of fewer micro-batches than stages.
+            "pipeline_parallel_schedule": SCHEDULES[
+                "gpipe" if count == 1 and config.schedule == "1f1b" else str(config.schedule)
+            ],
             "pipeline_parallel_microbatch_size": micro,
             "module_fqns_per_model_part": module_parts(config, "tok_embeddings", "layers.{}", ["norm", era.head]),
         }
@@ -253,6 +256,8 @@ def read(text: str, source: str, *, era: Era) -> ReadConfig:
     parts = raw.get("parallelism.module_fqns_per_model_part")
     found |= _stages(raw, parts, pipeline, source)
     found |= _batch(raw, pipeline, replicas * shard if shard > 0 else None, source)
+    if found["schedule"] == "gpipe" and _number(raw, "training.local_batch_size", source, 8) == found["micro_batch"]:
+        found["schedule"] = "1f1b"  # the same, of one micro-batch
     found["sequence_length"] = _number(raw, "training.seq_len", source, 2048)
     found["precision"] = "fp32" if raw.get("training.mixed_precision_param") == "float32" else "bf16"
     policy = raw.get("parallelism.fsdp_reshard_after_forward", "default")
@@ -367,6 +372,14 @@ def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
             remedy="give every rank two parts",
         )
     yield from unnamed_stages(config, KEYS["layers"])
+    pipeline, count = config.pp or 1, config.micro_batches
+    if config.schedule == "1f1b" and count is not None and 1 < count < pipeline:
+        yield Violation(
+            key="training.local_batch_size",
+            value=str(count * (config.micro_batch or 1)),
+            rule=f"it gives {count} micro-batches, and torch runs 1F1B of {pipeline} stages with {pipeline} or more",
+            remedy="use a larger one, or pipeline_parallel_schedule = GPipe",
+        )
     if bool(config.offload_optimizer) != bool(config.offload_parameters):
         yield Violation(
             key=KEYS["offload_optimizer"],

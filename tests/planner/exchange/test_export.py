@@ -64,6 +64,20 @@ def test_what_a_framework_cannot_run_is_refused_and_names_what_can_be_done(zero_
         export_plan(zero_bubble, graph_of(zero_bubble), FORMATS["megatron"])
 
 
+@pytest.mark.parametrize(("micro_batch", "rounded_to"), [(4, []), (2, ["schedule=gpipe"])])
+def test_torchtitan_runs_fewer_micro_batches_than_stages_in_the_order_of_gpipe(
+    micro_batch: int, rounded_to: list[str]
+) -> None:
+    """Torch refuses 1F1B of fewer micro-batches than stages, where torchtitan only warns."""
+    pins = "tp=1", "dp=4", "pp=4", "schedule=1f1b", "optimizer_sharding=zero2", f"micro_batch={micro_batch}"
+    plan = planned((*pins, "sharding_threshold_kb=0", "recompute=none"), batch=16)
+    graph = graph_of(plan)
+    done = export_plan(plan, graph, FORMATS["torchtitan"], rounds=bool(rounded_to))
+    assert [one.rounded_to for one in done.cannot_say] == rounded_to
+    assert "GPipe" in done.written.text
+    assert (FORMATS["torchtitan"].read(done.written.text, "job.py").config.schedule == "gpipe") == bool(rounded_to)
+
+
 def test_what_is_rounded_is_listed_with_what_it_costs(zero_bubble: Plan, tmp_path: Path) -> None:
     strategy, out = tmp_path / "strategy.json", tmp_path / "plan.sh"
     write_plan(zero_bubble, strategy)

@@ -52,6 +52,17 @@ def test_plans_are_of_what_the_software_can_run(software: str) -> None:
             assert len(modes_of_layers(plan)) == 1
 
 
+def test_1f1b_of_few_micro_batches_is_searched_where_the_software_runs_it() -> None:
+    """Of two micro-batches on four stages torch has GPipe alone, Megatron-Core 1F1B."""
+    asked = replace(REQUEST, global_batch=2, devices=4, pins=Pins.read({"pp": "4", "micro_batch": "1", "vpp": "1"}))
+    found = {
+        software: {c.plan.schedule for c in plan_network(replace(asked, software=software)).candidates}
+        for software in ("torchtitan", "megatron_core")
+    }
+    assert "1f1b" in found["megatron_core"]
+    assert found["torchtitan"] == {"gpipe"}
+
+
 def test_pins_come_before_what_the_software_can_run() -> None:
     pins = {"pp": "4", "schedule": "zb_h1"}
     result = plan_network(replace(REQUEST, software="megatron_core", pins=Pins.read(pins), top=1))
