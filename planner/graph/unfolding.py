@@ -72,8 +72,8 @@ def _layout(graph: OperatorGraph, run: Run) -> _Layout:
 
 
 def _part(node: Node) -> str:
-    if node.role is Role.PARAMETER:
-        return "parameter"
+    if node.op in (Role.PARAMETER, Role.CONSTANT):  # what a module holds stands in front of all that is computed
+        return node.op
     return "backward" if node.phase is Phase.BACKWARD else "forward"
 
 

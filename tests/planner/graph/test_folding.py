@@ -14,6 +14,7 @@ from planner.graph.folding import fold, repeat, run_start, unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
+from planner.networks.inputs import InputSpec
 from simulator.errors import NetworkError
 from tests.planner.graph.conftest import small_network
 
@@ -51,6 +52,38 @@ def test_behind_a_first_block_of_its_own_the_last_two_stand_for_all(full_graph: 
     repeated = repeat(spoiled(3), 6)
     assert [(run.count, run_start(repeated, run)) for run in repeated.runs] == [(5, 1)]
     assert unfold(repeated) == spoiled(6)
+
+
+def test_blocks_that_hold_constants_fold() -> None:
+    """Buffers of blocks stand in front of the whole graph, as parameters do: biases of routers, tables of positions."""
+    import torch
+    from torch import Tensor, nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("scale", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.linear(x) * self.scale + torch.arange(8)
+            return made
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(6))
+            self.register_buffer("last", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return (x * self.last).mean()
+
+    full = capture_module(Blocks, (InputSpec(name="x", kind="features", shape=(8,), dtype="float32"),), name="blocks")
+    folded = fold(full)
+    assert [run.count for run in folded.runs] == [4]  # nothing goes back into the first, and no block follows the last
+    assert unfold(folded) == full
 
 
 def test_counts_survive_folding(full_graph: Full) -> None:
