@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from planner.published.aims import (
@@ -82,8 +82,13 @@ def write_accuracy_report(folder: str | Path, result: AccuracyResult, *, command
     target.mkdir(parents=True, exist_ok=True)
     document = json.dumps(accuracy_document(result, command=command, date=date), indent=2, ensure_ascii=False)
     write_whole(target / "metrics.json", document + "\n")
-    write_whole(target / "predictions.csv", "".join(prediction_lines(result.fitted.rows)))
+    write_whole(target / "predictions.csv", "".join(prediction_lines([_anywhere(row) for row in result.fitted.rows])))
     return write_whole(target / "index.html", accuracy_page(result, command=command, date=date))
+
+
+def _anywhere(row: ScoredRow) -> ScoredRow:
+    """The row for a report, which is read on other machines: its reason names the file without its folder."""
+    return replace(row, reason=re.sub(rf"\S*/(?={re.escape(row.file)})", "", row.reason)) if row.file else row
 
 
 def accuracy_document(result: AccuracyResult, *, command: str, date: str) -> dict[str, object]:

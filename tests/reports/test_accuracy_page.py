@@ -139,3 +139,13 @@ def test_outliers_are_the_worst_by_ratio_with_a_cause() -> None:
 )
 def test_causes(rows: list[ScoredRow], words: str) -> None:
     assert words in outliers(rows)[0].cause.words
+
+
+def test_a_report_names_no_folder_of_the_machine_that_made_it(result: AccuracyResult, tmp_path: Path) -> None:
+    fault = "/some/where/else/A_file.csv, line 165, column seq_len: '0' is out of range"
+    first, *rows = result.fitted.rows
+    wrong = replace(first, status="error", file="A_file.csv", reason=fault)
+    write_accuracy_report(tmp_path, AccuracyResult(fitted=accuracy_of([wrong, *rows])), command=COMMAND, date=DATE)
+    predictions = (tmp_path / "predictions.csv").read_text(encoding="utf-8")
+    assert "A_file.csv, line 165" in predictions
+    assert "/some/where" not in predictions
