@@ -94,7 +94,7 @@ def _described(network: Network, sequence: int) -> Iterator[TransformerShape]:
     config = network.config
     hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
     layers = _first(config, "num_hidden_layers", "n_layer")
-    inner = _first(config, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    inner = _first(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
     positions = _first(config, "max_position_embeddings", "n_positions", default=0)
     rotary = any(key in config for key in _ROTARY_KEYS)
     rms = any("rms" in key for key in config)
@@ -102,7 +102,7 @@ def _described(network: Network, sequence: int) -> Iterator[TransformerShape]:
     for gated in (True, False):
         yield TransformerShape(
             name=network.name, layers=layers, hidden=hidden, heads=heads,
-            key_value_heads=_first(config, "num_key_value_heads", default=heads),
+            key_value_heads=1 if config.get("multi_query") else _first(config, "num_key_value_heads", default=heads),
             head_size=_first(config, "head_dim", default=hidden // heads),
             feed_forward=inner, vocabulary=_first(config, "vocab_size"), sequence_length=sequence, gated=gated,
             rms_norm=rms, biases=not rms, rotary=rotary, learned_positions=0 if rotary else positions,
