@@ -108,10 +108,8 @@ def install(python: Path, folder: Path, torch: str, uv: str | None) -> Path | No
     return inside if any(subprocess.run([*way, *wanted], check=False).returncode == 0 for way in ways) else None
 
 
-def run(
-    python: str, interpreter: Path, torch: str, jobs: int, paths: Sequence[str], pinned: bool, uv: str | None
-) -> Row | None:
-    """Install and test one pair; None where it does not install, or is what `make test` has already run."""
+def run(python: str, interpreter: Path, torch: str, jobs: int, paths: Sequence[str], uv: str | None) -> Row | None:
+    """Install and test one pair; None where it does not install."""
     with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
         folder = Path(name)
         begin = time.monotonic()
@@ -120,9 +118,6 @@ def run(
             print(f"{torch} does not install with Python {python}: left out", flush=True)
             return None
         versions = json.loads(_output([str(inside), "-c", INSTALLED]))
-        if not pinned and f"torch=={versions['torch'].partition('+')[0]}" in (ROOT / "constraints.txt").read_text():
-            print(f"torch {versions['torch']} is the newest that installs, and what constraints.txt takes", flush=True)
-            return None
         report = folder / "report.xml"
         pytest = [str(inside), "-m", "pytest", "-q", "-n", str(jobs), "--benchmark-disable", f"--junitxml={report}"]
         environment = {**os.environ, "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
@@ -172,14 +167,13 @@ def main() -> int:
         "--python", action="append", metavar="VERSION", help=f"one of {', '.join(PYTHONS)}; default all"
     )
     parser.add_argument("--torch", action="append", choices=torches, help="default oldest and newest")
-    parser.add_argument("--not-pinned", action="store_true", help="leave out the torch that constraints.txt takes")
     parser.add_argument("--jobs", type=int, default=2, help="tests that run side by side")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table into this page")
     parser.add_argument("paths", nargs="*", help="tests to run; default all")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
         uv = find_uv(Path(name))
-        asked = (options.jobs, options.paths, not options.not_pinned, uv)
+        asked = (options.jobs, options.paths, uv)
         rows = [
             row
             for python, interpreter in pythons(options.python or PYTHONS)

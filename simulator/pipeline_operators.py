@@ -3,10 +3,10 @@
 The same pass of the same stage runs for every micro-batch, so its operators are described once; the first and the last
 micro-batch may run others besides. `simulator.pipeline_passes` gives the same times without writing them out.
 
-What is done locally to gradients or parameters that a message brought runs behind the message, so that no kernel waits
-for it. A pass is max-plus linear: what a message takes from the kernels beside it (`Hardware.lost_to_messages`) is an
-operator of its own before the message, so that a rank with kernels to run loses it and one that waits does not.
-Messages that the next kernel waits for have none, except in schedules of pairs.
+Local work on gradients or parameters that a message brought runs behind the message, so that no kernel waits for it. A
+pass is max-plus linear: what a message takes from the kernels beside it (`Hardware.lost_to_messages`) is an operator of
+its own before the message, so that a rank with kernels to run loses it and one that waits does not. Messages that the
+next kernel waits for have none, except in schedules of pairs.
 """
 
 from __future__ import annotations

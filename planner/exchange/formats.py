@@ -357,7 +357,7 @@ def _schedule(config: TrainingConfig, table: Capability) -> Mapping[str, object]
         name = _NEAREST_SCHEDULE[name]
     if name == "interleaved_1f1b" and config.micro_batches and not table.interleaves(pipeline, config.micro_batches):
         name = "1f1b"
-    if name == "1f1b" and not table.short_1f1b and 1 < (config.micro_batches or 1) < pipeline:
+    if name == "1f1b" and not table.runs_1f1b(pipeline, config.micro_batches or 1):
         name = "gpipe"
     if name == config.schedule:
         return {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.exchange.exporting import Exported, nearest_plan
 from planner.exchange.formats import Written
-from planner.exchange.torchtitan import SCHEDULES
+from planner.exchange.torchtitan import schedule_word
 from planner.exchange.training_config import config_of
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph, Parameter, Role, TensorRef
@@ -559,9 +559,7 @@ class _FileWriter:
         yield f"        PipelineStage(part, index, {count}, device, group=group)"
         yield "        for part, index in zip(parts, held, strict=True)"
         yield "    ]"
-        # One micro-batch has the same order in both, and torch's 1F1B wants one for each stage.
-        schedule = "gpipe" if plan.schedule == "1f1b" and plan.micro_batches == 1 else plan.schedule
-        yield f'    return Pipeline(parts, stages, "{SCHEDULES[schedule]}", MICRO_BATCH)'
+        yield f'    return Pipeline(parts, stages, "{schedule_word(plan.schedule, plan.micro_batches)}", MICRO_BATCH)'
 
 
 def _assigned(name: str, names: Sequence[str]) -> Iterator[str]:

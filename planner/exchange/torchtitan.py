@@ -28,6 +28,7 @@ from planner.exchange.formats import (
 from planner.exchange.keyed import Document
 from planner.exchange.shell import read_script
 from planner.exchange.training_config import TrainingConfig, layers_of_parts, module_parts
+from planner.plans.capability import capabilities
 from simulator.errors import InputError
 
 SCHEDULES: Mapping[str, str] = {
@@ -94,6 +95,14 @@ OLD = Era(version="0.2.2", head="output", sequence_key=False, expert_tensor_key=
 NEW = Era(version="0.3.0", head="lm_head", sequence_key=True, expert_tensor_key=False)
 
 
+def schedule_word(schedule: str, micro_batches: int) -> str:
+    """Torch's name of a schedule.
+
+    1F1B of one micro-batch is called GPipe: the order is the same, and torch runs 1F1B with one for each stage or more.
+    """
+    return SCHEDULES["gpipe" if schedule == "1f1b" and micro_batches == 1 else schedule]
+
+
 def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
     """Keys with their values, sections before a dot."""
     pipeline, ranks = config.pp or 1, config.dp or 1
@@ -114,10 +123,7 @@ def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
     training: dict[str, Any] = {"local_batch_size": micro}
     if pipeline > 1:
         parallel |= {
-            # Of one micro-batch both are the same, and torch refuses 1F1B of fewer micro-batches than stages.
-            "pipeline_parallel_schedule": SCHEDULES[
-                "gpipe" if count == 1 and config.schedule == "1f1b" else str(config.schedule)
-            ],
+            "pipeline_parallel_schedule": schedule_word(str(config.schedule), count),
             "pipeline_parallel_microbatch_size": micro,
             "module_fqns_per_model_part": module_parts(config, "tok_embeddings", "layers.{}", ["norm", era.head]),
         }
@@ -372,8 +378,8 @@ def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
             remedy="give every rank two parts",
         )
     yield from unnamed_stages(config, KEYS["layers"])
-    pipeline, count = config.pp or 1, config.micro_batches
-    if config.schedule == "1f1b" and count is not None and 1 < count < pipeline:
+    pipeline, count = config.pp or 1, config.micro_batches or 1
+    if config.schedule == "1f1b" and not capabilities()["torchtitan"].runs_1f1b(pipeline, count):
         yield Violation(
             key="training.local_batch_size",
             value=str(count * (config.micro_batch or 1)),

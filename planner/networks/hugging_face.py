@@ -122,17 +122,18 @@ _LATENT |= {"tie_word_embeddings": False}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **READ,
     "deepseek_v2": _LATENT | {
-        "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "moe_intermediate_size": 1407,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "n_shared_experts": 2, "n_routed_experts": 64,
+        "hidden_size": 4096, "intermediate_size": 11008, "moe_intermediate_size": 1407, "num_attention_heads": 32,
+        "n_shared_experts": 2, "n_routed_experts": 64,
         "first_k_dense_replace": _DENSE_LAYERS["deepseek_v2"],
     },
     "deepseek_v3": _LATENT | {
-        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_experts_per_tok": 8,
+        "n_shared_experts": 1, "n_routed_experts": 256,
         "first_k_dense_replace": _DENSE_LAYERS["deepseek_v3"],
     },
 }  # fmt: skip
-"""Sizes that a configuration has where the file leaves them out, as transformers 5 has them."""
+"""Sizes that a configuration has where the file leaves them out, as transformers 5 has them; depths and vocabularies
+stand in `MODEL_TYPES`."""
 _ALIASES = {"gpt2": {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}}
 _ALIASES["gpt2"]["max_position_embeddings"] = "n_positions"
 
@@ -195,7 +196,9 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         content=content,
         notes=notes,
         stored=stored,
-        config={} if model.masked else {**_DEFAULTS[kind], **settings},
+        config={}
+        if model.masked
+        else {**_DEFAULTS[kind], **settings, model.layers[0]: layers, model.vocabulary[0]: vocabulary},
         decoder=decoder
         if adapters is None and (length > 1 or kind != "mixtral") and not _windowed(settings, length)
         else None,
@@ -404,7 +407,7 @@ def _built(make: Callable[[Any], Made], path: str, kind: str) -> Made:
 def _facts(
     path: Path, kind: str, settings: Mapping[str, Any], architectures: object, sequence_length: int | None
 ) -> Facts:
-    """What transformers says of a configuration; kept in the cache, for asking takes torch and seconds."""
+    """Ask transformers about a configuration, or the cache: the answer takes torch and seconds."""
     asked = {"facts": kind, "architectures": architectures, "sequence_length": sequence_length, **settings}
     key = hashlib.sha256((json.dumps(asked, sort_keys=True) + cache.toolchain()).encode()).hexdigest()
     known = cache.read(key)

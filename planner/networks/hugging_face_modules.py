@@ -123,6 +123,7 @@ def facts(
         )
     if sequence_length is not None and not tokens:
         raise InputError(f"{path}: the network reads no tokens (given --seq-len {sequence_length}): leave it out")
+    whole = json.loads(json.dumps(config.to_dict(), default=str))  # defaults too, as a JSON file has them
     return Facts(
         class_name=model_class.__name__,
         family="language" if tokens else "image" if "image" in kinds else "features",
@@ -130,14 +131,8 @@ def facts(
         sequence_length=length if tokens else None,
         dropout=tuple(without_chance(config)),
         experts=any(number(part, *EXPERTS) for part in _parts(config)),
-        config=_plain(config) if model_class.__name__.endswith("ForCausalLM") else {},
+        config=whole if model_class.__name__.endswith("ForCausalLM") else {},
     )
-
-
-def _plain(config: PreTrainedConfig) -> dict[str, Any]:
-    """Every key of a configuration, defaults too, as a JSON file has them."""
-    found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    return found
 
 
 MOST_MODULES = 100_000

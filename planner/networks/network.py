@@ -36,7 +36,7 @@ FOREIGN = ("py:", "pt2:")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a configuration of transformers says of a network before its module is made.
+    """Facts that a configuration of transformers states, known before its module is made.
 
     ``dropout`` are the keys of chances that training leaves out; ``sequence_length`` is None where no tokens are read.
     ``config`` has every key of a causal language model's configuration; it is empty for other networks.

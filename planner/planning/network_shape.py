@@ -29,7 +29,7 @@ _ROTARY_KEYS = ("rope_theta", "rope_parameters", "rotary_pct", "rotary_dim")
 def shape_of(spec: str, sequence: int | None, graph: OperatorGraph) -> TransformerShape | None:
     """Sizes of a decoder of equal layers, dense or of experts; None for any other network.
 
-    What a configuration says is believed where sizes come to as many parameters as the network has.
+    Sizes from a configuration count only if they give the number of parameters that the network has.
 
     Parameters
     ----------
@@ -44,11 +44,8 @@ def shape_of(spec: str, sequence: int | None, graph: OperatorGraph) -> Transform
 
 def _parameters(graph: OperatorGraph) -> int:
     """Parameters of the network, but for those of adapters: where some are frozen, only these are its own."""
-    counts = [
-        (p.gradient, graph.multiplicity[p.node] * graph.nodes[p.node].outputs[0].elements) for p in graph.parameters
-    ]
-    frozen = sum(count for trained, count in counts if not trained)
-    return frozen or sum(count for _, count in counts)
+    own = [p for p in graph.parameters if not p.gradient] or graph.parameters
+    return sum(graph.multiplicity[p.node] * graph.nodes[p.node].outputs[0].elements for p in own)
 
 
 @lru_cache(maxsize=64)
@@ -90,7 +87,7 @@ def _built_in(network: Network, sequence: int) -> TransformerShape | None:
 
 
 def _described(network: Network, sequence: int) -> Iterator[TransformerShape]:
-    """What a configuration of transformers may mean: with a gate in feed-forward layers, or without."""
+    """Read the sizes from a configuration, which does not say whether feed-forward layers have a gate: both ways."""
     config = network.config
     hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
     layers = _first(config, "num_hidden_layers", "n_layer")

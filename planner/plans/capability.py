@@ -59,6 +59,14 @@ class Capability(BaseModel):
         rounds = max(1, micro_batches // pipeline) if self.interleaving == "rounds" else pipeline
         return micro_batches % rounds == 0
 
+    def runs_1f1b(self, pipeline: int, micro_batches: int) -> bool:
+        """Whether 1F1B runs so many micro-batches on so many pipeline ranks; one runs as GPipe runs it.
+
+        >>> [capabilities()[name].runs_1f1b(4, 2) for name in ("megatron", "torchtitan")]
+        [True, False]
+        """
+        return self.short_1f1b or micro_batches == 1 or micro_batches >= pipeline
+
 
 NAME_ENDS = ":"
 """Separates the name of software from its settings."""

@@ -1,12 +1,13 @@
 """Timing of collectives, in processes started as execution starts them.
 
-A message follows some milliseconds of computation, as in a step, and takes another buffer than the one before. It costs
-what it adds to that computation: the time from the end of one call on the last rank to the end of the next, less the
-computation's processor time, times the waits for a core and for the slowest rank, which the factors on kernels have
-already. Timed from when the last rank has come, messages among ranks that share cores would count their computation
-twice: eight ranks on two cores that compute 0, 0.6, 2.6 and 6.8 ms before sums of a kilobyte took 5, 8, 16 and 21 ms by
-that, and 4 to 8 ms by this, however long they compute. A message takes no less than from when the last rank has come
-until the first goes on. Groups beside other groups, and sends, are timed from when the last of them has come.
+A message follows some milliseconds of computation, as in a step, and takes another buffer than the one before. Its cost
+is what it adds to that computation. That is the time from the end of one call on the last rank to the end of the next,
+less the processor time of the computation times the waits for a core and for the slowest rank, which the factors on
+kernels hold already. Timed from when the last rank has come, messages among ranks that share cores would count their
+computation twice: eight ranks on two cores that compute 0, 0.6, 2.6 and 6.8 ms before sums of a kilobyte took 5, 8, 16
+and 21 ms by that, and 4 to 8 ms by this, however long they compute. A message takes no less than from when the last
+rank has come until the first goes on. Groups beside other groups, and sends, are timed from when the last of them has
+come.
 """
 
 from __future__ import annotations

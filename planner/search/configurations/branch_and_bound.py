@@ -3,10 +3,10 @@
 Nodes are opened in the order of their bounds, from degrees and micro-batches (bounded by the work alone, then over all
 orders of the axes at once, as if the neighbours along every axis were side by side) over orders of the axes (bounded by
 all ways to run units: their time shared out evenly, then whole, then with states and what these leave room for, then
-between boundary states) to storages of labels (bounded by what stands on all ranks, by
-time, then with the memory limit), whose stages are then partitioned: what is cheap to tell comes first. The search ends
-when no bound lies under the best objective found and enough plans are there to choose from, or after `SOLVES`
-partitions (`planner.search.configurations.limits`).
+between boundary states) to storages of labels (bounded by what stands on all ranks, by time, then with the memory
+limit), whose stages are then partitioned: cheap bounds come first. The search ends when no bound lies under the best
+objective found and enough plans are there to choose from, or after `SOLVES` partitions
+(`planner.search.configurations.limits`).
 """
 
 from __future__ import annotations

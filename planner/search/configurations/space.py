@@ -278,6 +278,8 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
     names = [ONE_STAGE, *searched] if pins.schedule is None else [pins.schedule]
     if pins.schedule is None and pins.runs is not None:
         names = [name for name in names if name in pins.runs.schedules]
+        if not pins.runs.runs_1f1b(pipeline, micro_batches):
+            names = [name for name in names if name != "1f1b"]
     for name in names:
         chunks = [2] if name in TWO_CHUNKS else [1]
         if name == "interleaved_1f1b":
@@ -290,8 +292,6 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
                 # Few frameworks run remainders, so they are planned where the schedule is pinned.
                 runs = pins.runs is None or pins.micro_batches or pins.runs.interleaves(pipeline, micro_batches)
                 wanted = wanted and pins.schedule is not None and bool(runs)
-            if name == "1f1b" and 1 < micro_batches < pipeline and pins.schedule is None and pins.runs is not None:
-                wanted = wanted and pins.runs.short_1f1b
             if wanted and fits_schedule(name, pipeline, virtual, micro_batches):
                 yield name, virtual
 

@@ -1,4 +1,4 @@
-"""What is to be partitioned into pipeline stages, simpler forms of it, and what a partition is."""
+"""The problem of cutting units into pipeline stages, simpler forms of it, and its solution."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from planner.search.stages.fragments import (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartitionTask:
-    """What is to be partitioned.
+    """Units to cut into pipeline stages.
 
     Attributes
     ----------

@@ -116,14 +116,19 @@ def check(task: PartitionTask, found: Partition) -> None:
     assert np.all(found.memory_bytes <= task.limit_bytes)
 
 
-@given(tasks())
-def test_one_chunk_a_rank_equals_brute_force(task: PartitionTask) -> None:
+def check_exact(task: PartitionTask) -> None:
+    """Its partition is what brute force finds."""
     found, best = partition(task, width=10_000), brute_force(task)
     assert (found is None) == (best == np.inf)
     if found is not None:
         assert found.objective_s == pytest.approx(best)
         assert found.lower_bound_s == pytest.approx(best)
         check(task, found)
+
+
+@given(tasks())
+def test_one_chunk_a_rank_equals_brute_force(task: PartitionTask) -> None:
+    check_exact(task)
 
 
 @given(tasks())
@@ -137,13 +142,7 @@ def test_thinned_fragments_keep_a_true_bound(task: PartitionTask) -> None:
 
 @given(tasks())
 def test_two_ranks_equal_brute_force(task: PartitionTask) -> None:
-    task = replace(task, ranks=2, rank_of=np.arange(2), in_flight=np.array([2.0, 1.0]))
-    found, best = partition(task, width=10_000), brute_force(task)
-    assert (found is None) == (best == np.inf)
-    if found is not None:
-        assert found.objective_s == pytest.approx(best)
-        assert found.lower_bound_s == pytest.approx(best)
-        check(task, found)
+    check_exact(replace(task, ranks=2, rank_of=np.arange(2), in_flight=np.array([2.0, 1.0])))
 
 
 @given(tasks(chunks=2))
