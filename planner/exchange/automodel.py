@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, divides, unnamed_stages
-from planner.exchange.keyed import Document, nested
-from planner.exchange.training_config import PLAIN, TrainingConfig, layers_of_parts, module_parts
+from planner.exchange.keyed import Document, yaml_file
+from planner.exchange.training_config import LOOPED, PLAIN, TrainingConfig, module_parts, stages_of_parts
 
 VERSION = "36044ad3 (2026-08)"
 KEYS: Mapping[str, str] = {
@@ -46,29 +44,26 @@ SCHEDULES: Mapping[str, str] = {
     "zbvzerobubble": "zbv",
     "dualpipev": "dualpipe_v",
 }
-LOOPED = ("interleaved_1f1b", "zbv", "dualpipe_v")
 MODES: Mapping[str, str] = {"False": "none", "True": "full", "full": "full", "selective": "selective"}
 OFFLOAD = "torch.distributed.fsdp.CPUOffloadPolicy"
 LAYER, LOCAL = "model.layers.", "step_scheduler.local_batch_size"
 PARTS = KEYS["layers"]
 
 
-def values(config: TrainingConfig) -> dict[str, Any]:
-    """Keys with their values."""
+def write(config: TrainingConfig) -> Written:
+    """The sections."""
     ranks, micro, pipeline = config.dp or 1, config.micro_batch or 1, config.pp or 1
-    sharded = config.optimizer_sharding not in (None, "none")
-    shard = (config.shard_size or ranks) if sharded else 1
-    plain = not sharded and ranks > 1
+    plain = not config.sharded and ranks > 1
     found: dict[str, Any] = {
         "distributed.strategy": "ddp" if plain else "fsdp2",
         "distributed.dp_size": ranks,
         **{KEYS[name]: getattr(config, name) or 1 for name in DEGREES},
     }
     if not plain:
-        found[KEYS["shard_size"]] = ranks // shard
+        found[KEYS["shard_size"]] = ranks // config.shard
         found[KEYS["sequence_parallel"]] = bool(config.sequence_parallel)
     found[KEYS["recompute"]] = False if config.recompute in (None, "none") else config.recompute
-    if sharded:
+    if config.sharded:
         found[KEYS["optimizer_sharding"]] = config.optimizer_sharding == "zero3"
     if config.tensor_overlap:
         found[KEYS["tensor_overlap"]] = True
@@ -83,23 +78,12 @@ def values(config: TrainingConfig) -> dict[str, Any]:
             "distributed.pipeline.pp_batch_size": local,
             PARTS: module_parts(config, "model.embed_tokens", f"{LAYER}{{}}", ["model.norm", "lm_head"]),
         }
-    return {**found, LOCAL: local, KEYS["global_batch"]: config.global_batch}
-
-
-def write(config: TrainingConfig) -> Written:
-    """The sections."""
-    head = f"# A plan of Meshwright for NeMo Automodel {VERSION}: put these sections into your recipe's file.\n"
-    return Written(text=head + yaml.safe_dump(nested(values(config)), sort_keys=False))
+    head = f"A plan of Meshwright for NeMo Automodel {VERSION}: put these sections into your recipe's file."
+    return yaml_file(head, {**found, LOCAL: local, KEYS["global_batch"]: config.global_batch})
 
 
 def read(text: str, source: str) -> ReadConfig:
-    """Read a recipe's file.
-
-    Raises
-    ------
-    InputError
-        The file is no YAML mapping, or a value is of a wrong type.
-    """
+    """Read a recipe's file."""
     raw = Document.yaml(text, source, "NeMo Automodel")
     found: dict[str, Any] = {name: raw.number(KEYS[name]) for name in DEGREES}
     pipeline, ranks = found["pp"], raw.values.get("distributed.dp_size")
@@ -122,8 +106,6 @@ def read(text: str, source: str) -> ReadConfig:
         context_algorithm="ring" if found["cp"] > 1 else "none",
         precision="bf16",
         recompute=raw.word(KEYS["recompute"], MODES, "False"),
-        recompute_layers=(),
-        recompute_count=0,
         offload_optimizer=away,
         offload_parameters=away,
         tensor_overlap=raw.flag(KEYS["tensor_overlap"]),
@@ -154,43 +136,25 @@ def _stages(raw: Document, pipeline: int, source: str) -> dict[str, Any]:
     named = str(raw.get(KEYS["schedule"], "1f1b")).lower().replace("_", "")
     if named not in SCHEDULES:
         named = raw.word(KEYS["schedule"], SCHEDULES, "1f1b")
-    schedule, parts = SCHEDULES.get(named, named), raw.get(PARTS)
-    if parts is None:
-        return {"schedule": schedule, "vpp": 2 if schedule in LOOPED else 1, "layers": None}
-    sizes = layers_of_parts(parts, LAYER, PARTS, source)
-    return {
-        "schedule": schedule,
-        "vpp": max(1, len(sizes) // pipeline),
-        "num_layers": sum(sizes),
-        "layers": () if len(set(sizes)) <= 1 else sizes,
-    }
+    return stages_of_parts(SCHEDULES.get(named, named), raw.get(PARTS), LAYER, PARTS, pipeline, source)
 
 
 def rules(config: TrainingConfig) -> Iterator[Violation]:
     """Rules of Automodel across fields."""
     known, ranks, inner = config.dp is not None, config.dp or 1, (config.tp or 1) * (config.cp or 1) * (config.pp or 1)
-    sharded = config.optimizer_sharding not in (None, "none")
-    replicated = ranks > 1 and not sharded
+    sharded, replicated = config.sharded, ranks > 1 and not config.sharded
     if replicated and (inner > 1 or (config.ep or 1) > 1):
         yield Violation(
-            key=KEYS["shard_size"],
-            value=str(ranks),
-            rule="strategy ddp has no other axis, and FSDP2 shards over more than one rank",
-            remedy="plan with --pin optimizer_sharding=zero2, or on a data axis alone",
+            KEYS["shard_size"],
+            str(ranks),
+            "strategy ddp has no other axis, and FSDP2 shards over more than one rank",
+            "plan with --pin optimizer_sharding=zero2, or on a data axis alone",
         )
     if sharded and config.shard_size == 1:
-        yield Violation(
-            key=KEYS["shard_size"],
-            value=str(ranks),
-            rule="it must be less than dp_size",
-            remedy="shard over two ranks or more",
-        )
+        yield Violation(KEYS["shard_size"], str(ranks), "it must be less than dp_size", "shard over two ranks or more")
     if known and sharded and ranks == 1:
         yield Violation(
-            key=KEYS["optimizer_sharding"],
-            value="",
-            rule="one data-parallel rank has nothing to shard over",
-            remedy="leave it out",
+            KEYS["optimizer_sharding"], "", "one data-parallel rank has nothing to shard over", "leave it out"
         )
     stage = ranks * (config.cp or 1) * (config.tp or 1)
     if known:
@@ -198,38 +162,24 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
     looped, virtual = config.schedule in LOOPED, config.vpp or 1
     if looped == (virtual == 1) or (config.schedule in ("zbv", "dualpipe_v") and virtual != 2):
         yield Violation(
-            key=KEYS["vpp"],
-            value=str(virtual),
-            rule=f"the schedule {config.schedule} does not go with so many parts a rank",
-            remedy="give every rank two parts with a looped schedule, and one with another",
+            KEYS["vpp"],
+            str(virtual),
+            f"the schedule {config.schedule} does not go with so many parts a rank",
+            "give every rank two parts with a looped schedule, and one with another",
         )
     yield from unnamed_stages(config, PARTS)
     if config.micro_batches is not None and config.micro_batches < (config.pp or 1):
         yield Violation(
-            key=LOCAL,
-            value=str(config.micro_batches * (config.micro_batch or 1)),
-            rule=f"it gives {config.micro_batches} micro-batches, and the pipeline has {config.pp} ranks",
-            remedy="use at least one micro-batch for each of them",
+            LOCAL,
+            str(config.micro_batches * (config.micro_batch or 1)),
+            f"it gives {config.micro_batches} micro-batches, and the pipeline has {config.pp} ranks",
+            "use at least one micro-batch for each of them",
         )
     if config.tensor_overlap and not config.sequence_parallel and (config.tp or 1) > 1:
-        yield Violation(
-            key=KEYS["tensor_overlap"],
-            value="true",
-            rule="it needs sequence_parallel",
-            remedy="add it, or leave this out",
-        )
+        yield Violation(KEYS["tensor_overlap"], "true", "it needs sequence_parallel", "add it, or leave this out")
     if bool(config.offload_optimizer) != bool(config.offload_parameters) or (config.offload_optimizer and replicated):
-        yield Violation(
-            key=KEYS["offload_optimizer"],
-            value="",
-            rule="parameters and optimizer states go to the host together, and only under FSDP2",
-            remedy="offload both, or none",
-        )
-
-
-def recognises(name: str, text: str) -> bool:
-    """Whether a file is a recipe of Automodel."""
-    return "distributed:" in text and "step_scheduler:" in text
+        rule = "parameters and optimizer states go to the host together, and only under FSDP2"
+        yield Violation(KEYS["offload_optimizer"], "", rule, "offload both, or none")
 
 
 AUTOMODEL = ExchangeFormat(
@@ -240,7 +190,7 @@ AUTOMODEL = ExchangeFormat(
     keys=KEYS,
     write=write,
     read=read,
-    recognises=recognises,
+    recognises=lambda name, text: "distributed:" in text and "step_scheduler:" in text,
     rules=rules,
     timed_as="torchtitan",
 )

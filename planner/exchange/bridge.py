@@ -13,13 +13,30 @@ from collections.abc import Iterator, Mapping
 
 from planner.exchange import megatron
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, devices_of
-from planner.exchange.layout import read_layout, write_layout
+from planner.exchange.layout import write_layout
+from planner.exchange.megatron import Options, Said
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
 from simulator.errors import InputError
-from simulator.schedules.generators import interleaved_group
 
 VERSION = "0.6"
-NUMBERS: Mapping[str, str] = {
+OVERLAPS: Mapping[str, str] = {
+    "tensor_overlap": "comm_overlap.tp_comm_overlap",
+    "expert_overlap": "comm_overlap.overlap_moe_expert_parallel_comm",
+    "overlap_gradients": "comm_overlap.overlap_grad_reduce",
+    "overlap_parameters": "comm_overlap.overlap_param_gather",
+}
+OVERLAP_CLASS = {
+    "comm_overlap._target_": "megatron.bridge.training.comm_overlap.CommOverlapConfig",
+    "comm_overlap.tp_comm_overlap_cfg": "null",
+}
+PRECISIONS: Mapping[str, str] = {
+    "bf16": "bf16_mixed",
+    "fp16": "fp16_mixed",
+    "fp8": "bf16_with_fp8_current_scaling_mixed",
+    "fp4": "bf16_with_nvfp4_mixed",
+}
+KEYS: Mapping[str, str] = {
+    **megatron.KEYS,
     "tp": "model.tensor_model_parallel_size",
     "pp": "model.pipeline_model_parallel_size",
     "cp": "model.context_parallel_size",
@@ -31,19 +48,6 @@ NUMBERS: Mapping[str, str] = {
     "micro_batch": "train.micro_batch_size",
     "global_batch": "train.global_batch_size",
     "sequence_length": "dataset.seq_length",
-}
-LENGTH, GROUP = "model.seq_length", "model.microbatch_group_size_per_vp_stage"
-OVERLAPS: Mapping[str, str] = {
-    "tensor_overlap": "comm_overlap.tp_comm_overlap",
-    "expert_overlap": "comm_overlap.overlap_moe_expert_parallel_comm",
-    "overlap_gradients": "comm_overlap.overlap_grad_reduce",
-    "overlap_parameters": "comm_overlap.overlap_param_gather",
-}
-OVERLAP_CLASS = {
-    "comm_overlap._target_": "megatron.bridge.training.comm_overlap.CommOverlapConfig",
-    "comm_overlap.tp_comm_overlap_cfg": "null",
-}
-FLAGS: Mapping[str, str] = {
     "sequence_parallel": "model.sequence_parallel",
     "tensor_overlap": OVERLAPS["tensor_overlap"],
     "expert_overlap": OVERLAPS["expert_overlap"],
@@ -51,119 +55,67 @@ FLAGS: Mapping[str, str] = {
     "overlap_parameters": "ddp.overlap_param_gather",
     "offload_optimizer": "optimizer.optimizer_cpu_offload",
     "offload_activations": "model.fine_grained_activation_offloading",
+    "vpp": "model.virtual_pipeline_model_parallel_size",
+    "layers": "model.pipeline_model_parallel_layout",
+    "recompute": "model.recompute_granularity",
+    "recompute_modules": "model.recompute_modules",
+    "recompute_count": "model.recompute_num_layers",
+    "context_algorithm": "model.cp_comm_type",
+    "precision": "mixed_precision",
+    "optimizer_sharding": "ddp.use_distributed_optimizer",
+    "shard_size": "ddp.num_distributed_optimizer_instances",
 }
-DISPATCHER, BACKEND = "model.moe_token_dispatcher_type", "model.moe_flex_dispatcher_backend"
-VIRTUAL = "model.virtual_pipeline_model_parallel_size"
-LAYOUT = "model.pipeline_model_parallel_layout"
-GRANULARITY, MODULES = "model.recompute_granularity", "model.recompute_modules"
-METHOD, COUNT = "model.recompute_method", "model.recompute_num_layers"
-CONTEXT, PRECISION, INSTANCES = "model.cp_comm_type", "mixed_precision", "ddp.num_distributed_optimizer_instances"
-DISTRIBUTED, FULLY, STRATEGY = (
-    *("ddp.use_distributed_optimizer", "ddp.use_megatron_fsdp"),
-    "ddp.data_parallel_sharding_strategy",
-)
-PRECISIONS: Mapping[str, str] = {
-    "bf16": "bf16_mixed",
-    "fp16": "fp16_mixed",
-    "fp8": "bf16_with_fp8_current_scaling_mixed",
-    "fp4": "bf16_with_nvfp4_mixed",
+NAMES: Mapping[str, str] = {
+    **KEYS,
+    "chunk_layers": "",
+    "group": "model.microbatch_group_size_per_vp_stage",
+    "dispatcher": "model.moe_token_dispatcher_type",
+    "backend": "model.moe_flex_dispatcher_backend",
+    "method": "model.recompute_method",
+    "fully": "ddp.use_megatron_fsdp",
+    "strategy": "ddp.data_parallel_sharding_strategy",
+    "checkpoints": "checkpoint.ckpt_format",
+    "precise": "optimizer.use_precision_aware_optimizer",
+    "modules_on_host": "model.offload_modules",
 }
-KEYS: Mapping[str, str] = {
-    **megatron.KEYS,
-    **NUMBERS,
-    **FLAGS,
-    "vpp": VIRTUAL,
-    "layers": LAYOUT,
-    "recompute": GRANULARITY,
-    "recompute_modules": MODULES,
-    "recompute_count": COUNT,
-    "context_algorithm": CONTEXT,
-    "precision": PRECISION,
-    "optimizer_sharding": DISTRIBUTED,
-    "shard_size": INSTANCES,
-}
-DISTRIBUTED_TOO, GATHERED_TOO, PRECISE = (
-    f"optimizer.{name}"
-    for name in ("use_distributed_optimizer", "overlap_param_gather", "use_precision_aware_optimizer")
+NUMBERS = (
+    *("tp", "pp", "cp", "ep", "etp", "first_layers", "last_layers", "mtp_layers"),
+    *("micro_batch", "global_batch", "sequence_length"),
 )
-READ = frozenset(
-    (
-        *(*KEYS.values(), *OVERLAPS.values(), *OVERLAP_CLASS, METHOD, FULLY, STRATEGY, DISPATCHER, BACKEND),
-        *(DISTRIBUTED_TOO, GATHERED_TOO, PRECISE, LENGTH, GROUP, "model.offload_modules", "checkpoint.ckpt_format"),
-    )
-)
+LENGTH = "model.seq_length"
+DISTRIBUTED_TOO, GATHERED_TOO = "optimizer.use_distributed_optimizer", "optimizer.overlap_param_gather"
+READ = frozenset((*NAMES.values(), *OVERLAPS.values(), *OVERLAP_CLASS, DISTRIBUTED_TOO, GATHERED_TOO, LENGTH))
+BOOLEANS = (*(KEYS[name] for name in megatron.FLAGS), *OVERLAPS.values(), NAMES["fully"], KEYS["optimizer_sharding"])
 _OVERRIDE = re.compile(r"(?<![\w.])([\w.]++)=('[^']*'|\"[^\"]*\"|\[[^\]=]*\]|\S+)")
 
 
 def overrides(config: TrainingConfig) -> dict[str, str]:
-    """Overrides of a configuration that Megatron-Bridge can run."""
-    found = {NUMBERS[name]: str(value) for name in NUMBERS if (value := getattr(config, name)) is not None}
-    found |= _flags(config)
-    if config.sequence_length is not None:
-        found[LENGTH] = str(config.sequence_length)
-    if config.offload_optimizer:
-        found[PRECISE] = "true"  # whose code updates on the host
-    if config.offload_activations:
-        found["model.offload_modules"] = f"[{','.join(megatron.OFFLOADED)}]"
-    if (config.ep or 1) > 1 and config.tokens_once is not None:
-        found[DISPATCHER] = "flex" if config.tokens_once else "alltoall"
-        if config.tokens_once:
-            found[BACKEND] = "deepep"
-    if (config.cp or 1) > 1:
-        found[CONTEXT] = "a2a" if config.context_algorithm == "all_to_all" else "p2p"
-    if config.precision is not None:
-        found[PRECISION] = PRECISIONS[config.precision]
-    level = config.optimizer_sharding
-    if level in ("none", "zero1"):
-        found |= {
-            FULLY: "false",
-            DISTRIBUTED: str(level == "zero1").lower(),
-            DISTRIBUTED_TOO: str(level == "zero1").lower(),
-        }
-    elif level is not None:
-        found |= {FULLY: "true", STRATEGY: megatron.STRATEGIES[level], "checkpoint.ckpt_format": "fsdp_dtensor"}
-    if config.shard_size and config.dp:
-        found[INSTANCES] = str(config.dp // config.shard_size)
-    return {**found, **_pipeline(config), **_recompute(config)}
-
-
-def _pipeline(config: TrainingConfig) -> dict[str, str]:
-    """Stages; what a recipe says of them is taken back."""
-    if config.pp is None and config.vpp is None:
-        return {}
-    found = {LAYOUT: "null", VIRTUAL: str(config.vpp) if (config.vpp or 1) > 1 else "null"}
-    if config.layers:
-        found[LAYOUT] = f"'{write_layout(config.layers, config.mtp_layers or 0)}'"
-    if config.schedule == "interleaved_1f1b" and (config.micro_batches or 0) % (config.pp or 1):
-        found[GROUP] = str(interleaved_group(config.pp or 1, config.micro_batches or 1))
-    return found
-
-
-def _flags(config: TrainingConfig) -> dict[str, str]:
-    """Flags as overrides, written to every section that reads them."""
-    said = {name: str(value).lower() for name in FLAGS if (value := getattr(config, name)) is not None}
-    found = {key: said[name] for name, key in FLAGS.items() if name in said and key not in OVERLAPS.values()}
+    """Overrides of a configuration that Megatron-Bridge can run; what a recipe says of the same is taken back."""
+    found = {KEYS[name]: str(value) for name in NUMBERS if (value := getattr(config, name)) is not None}
+    said = {name: str(value).lower() for name in megatron.FLAGS if (value := getattr(config, name)) is not None}
+    found |= {KEYS[name]: value for name, value in said.items() if KEYS[name] not in OVERLAPS.values()}
     if "overlap_parameters" in said:
         found[GATHERED_TOO] = said["overlap_parameters"]
     if OVERLAPS.keys() & said.keys():
         overlaps = {key: said.get(name, "null") for name, key in OVERLAPS.items()}
         overlaps[OVERLAPS["tensor_overlap"]] = said.get("tensor_overlap", "false")
         found |= {f"++{key}": value for key, value in {**OVERLAP_CLASS, **overlaps}.items()}
+    if config.sequence_length is not None:
+        found[LENGTH] = str(config.sequence_length)
+    if config.precision is not None:
+        found[KEYS["precision"]] = PRECISIONS[config.precision]
+    if config.optimizer_sharding in ("none", "zero1"):
+        distributed = str(config.optimizer_sharding == "zero1").lower()
+        found |= {NAMES["fully"]: "false", KEYS["optimizer_sharding"]: distributed, DISTRIBUTED_TOO: distributed}
+    if config.pp is not None or config.vpp is not None:
+        found[KEYS["layers"]] = f"'{write_layout(config.layers, config.mtp_layers or 0)}'" if config.layers else "null"
+        found[KEYS["vpp"]] = str(config.vpp) if (config.vpp or 1) > 1 else "null"
+    if config.recompute is not None:
+        found |= dict.fromkeys((NAMES[name] for name in ("recompute", "method", "recompute_count")), "null")
+    lists = (NAMES["modules_on_host"], KEYS["recompute_modules"])
+    for key, values in megatron.written_fields(config, NAMES).items():
+        found[key] = f"[{','.join(values)}]" if key in lists else values[0] if values else "true"
     return found
-
-
-def _recompute(config: TrainingConfig) -> dict[str, str]:
-    mode = config.recompute
-    if mode is None:
-        return {}
-    none = {GRANULARITY: "null", METHOD: "null", COUNT: "null"}
-    if mode == "none":
-        return none
-    if mode == "selective":
-        modules = ",".join(config.recompute_modules or CHEAP_MODULES[:1])
-        return {**none, GRANULARITY: "selective", MODULES: f"[{modules}]"}
-    method, count = ("block", config.recompute_count) if config.recompute_count else ("uniform", 1)
-    return {GRANULARITY: "full", METHOD: method, COUNT: str(count)}
 
 
 def write(config: TrainingConfig) -> Written:
@@ -179,129 +131,69 @@ def write(config: TrainingConfig) -> Written:
 
 
 def read(text: str, source: str) -> ReadConfig:
-    """Read overrides, on lines of their own or behind one another.
-
-    Raises
-    ------
-    InputError
-        A value is of another kind.
-    """
-    said: dict[str, str] = {}
-    for line in text.splitlines():
-        if line.lstrip().startswith("#"):
-            continue
-        for key, value in _OVERRIDE.findall(line):
-            said[key] = value.strip("'\"")
-    values = {key: value for key, value in said.items() if value.lower() not in ("null", "none")}
-    found: dict[str, object] = {name: _number(values, key, source) for name, key in NUMBERS.items()}
-    for name, key in FLAGS.items():
-        place = next((one for one in (OVERLAPS.get(name, key), key) if one in values), None)
-        if place is not None:
-            found[name] = _flag(values, place, source)
+    """Read overrides, on lines of their own or behind one another; a recipe may say what they do not."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    given = {key: value.strip("'\"") for line in lines for key, value in _OVERRIDE.findall(line)}
+    values = {key: (value,) for key, value in given.items() if value.lower() not in ("null", "none")}
+    named = [name.strip(" '\"") for name in given.get(KEYS["recompute_modules"], "").strip("[]").split(",")]
+    flags = {key: _flag(values[key][0], key, source) for key in (*BOOLEANS, DISTRIBUTED_TOO) if key in values}
+    distributed = flags.get(KEYS["optimizer_sharding"], False) or flags.get(DISTRIBUTED_TOO, False)
+    options: dict[str, tuple[str, ...]] = {key: value for key, value in values.items() if key not in flags}
+    options |= {key: () for key, value in {**flags, KEYS["optimizer_sharding"]: distributed}.items() if value}
+    options[KEYS["recompute_modules"]] = tuple(filter(None, named)) or CHEAP_MODULES[:1]
+    said = Said(values=options, names=NAMES, source=source, equals="=", remedy="correct it", unset=("null",))
+    found = megatron.read_fields(said, devices_of(text, "GPUs"), {}, usual={})
+    staged = {KEYS["vpp"], KEYS["pp"]} & given.keys()
+    states = {NAMES["fully"]} & {key for key, value in flags.items() if value} or {
+        KEYS["optimizer_sharding"],
+        DISTRIBUTED_TOO,
+    } & flags.keys()
+    unsaid = {
+        "vpp": KEYS["vpp"] not in given and not said.has("layers"),
+        "layers": not staged and not said.has("layers"),
+        "schedule": not staged and not said.has("layers"),
+        **dict.fromkeys(
+            ("recompute", "recompute_modules", "recompute_layers", "recompute_count"), KEYS["recompute"] not in given
+        ),
+        **dict.fromkeys(("optimizer_sharding", "shard_size"), not states),
+        "tokens_once": not said.has("dispatcher") and found["ep"] != 1,
+        "context_algorithm": not said.has("context_algorithm") and found["cp"] != 1,
+    }
+    if (found["pp"] or 1) == 1:
+        found["schedule"] = "none"
+    found |= {name: None for name, is_so in unsaid.items() if is_so}
+    for name in megatron.FLAGS:
+        place = next((key for key in (OVERLAPS.get(name, KEYS[name]), KEYS[name]) if key in flags), None)
+        found[name] = None if place is None else flags[place]
     notes: tuple[str, ...] = ()
-    if found.get("tensor_overlap") and not (found.get("sequence_parallel") and int(str(found["tp"] or 1)) > 1):
+    if found["tensor_overlap"] and not (found["sequence_parallel"] and (found["tp"] or 1) > 1):
         found["tensor_overlap"] = False
-        notes = (f"{FLAGS['tensor_overlap']}=true has no effect without {FLAGS['sequence_parallel']} on tensor ranks",)
-    if DISPATCHER in values or found["ep"] == 1:
-        found["tokens_once"] = found["ep"] != 1 and values.get(DISPATCHER) == "flex"
-    pipeline = int(str(found["pp"] or 1))
-    devices = found["devices"] = devices_of(text, "GPUs")
-    found |= _stages(values, said, pipeline, source)
-    found |= _read_recompute(values, said, source)
+        notes = (f"{KEYS['tensor_overlap']}=true has no effect without {KEYS['sequence_parallel']} on tensor ranks",)
+    word = said.text("precision")
     found["precision"] = next(
-        (name for name, word in PRECISIONS.items() if word == values.get(PRECISION)),
-        None if PRECISION not in values else "fp8" if "fp8" in values[PRECISION] else None,
+        (name for name, one in PRECISIONS.items() if one == word), "fp8" if word and "fp8" in word else None
     )
-    if CONTEXT in values or found["cp"] == 1:
-        found["context_algorithm"] = {None: "none", "a2a": "all_to_all"}.get(values.get(CONTEXT), "ring")
-    level = _level(values, source)
-    instances = _number(values, INSTANCES, source) or 1
-    ranks = devices // (pipeline * int(str(found["tp"] or 1)) * int(str(found["cp"] or 1))) if devices else 0
-    config = TrainingConfig(
-        **found,  # type: ignore[arg-type]
-        optimizer_sharding=level,
-        shard_size=None if level is None else ranks // instances if instances > 1 and ranks else 0,
-        offload_parameters=False,
-    )
+    config = TrainingConfig(**found, offload_parameters=False)
     return ReadConfig(
         config=config,
-        not_read=tuple(key for key in said if key not in READ),
-        violations=(*_two_lengths(values), *megatron.broken_group(config, GROUP, _number(values, GROUP, source))),
+        not_read=tuple(key for key in given if key not in READ),
+        violations=(*_two_lengths(values), *megatron.broken_group(config, said)),
         notes=notes,
     )
 
 
-def _two_lengths(values: Mapping[str, str]) -> Iterator[Violation]:
+def _two_lengths(values: Options) -> Iterator[Violation]:
     """The rule that model and data have samples of one length."""
-    model, data = values.get(LENGTH), values.get(NUMBERS["sequence_length"])
-    if model is not None and data is not None and model != data:
-        rule, remedy = f"it must be {NUMBERS['sequence_length']}, which is {data}", f"use {LENGTH}={data}"
-        yield Violation(key=LENGTH, value=model, rule=rule, remedy=remedy)
+    model, data = (" ".join(values.get(key, ())) for key in (LENGTH, KEYS["sequence_length"]))
+    if model and data and model != data:
+        rule = f"it must be {KEYS['sequence_length']}, which is {data}"
+        yield Violation(LENGTH, model, rule, f"use {LENGTH}={data}")
 
 
-def _number(values: Mapping[str, str], key: str, source: str) -> int | None:
-    value = values.get(key)
-    if value is None:
-        return None
-    if not (value.isascii() and value.isdecimal() and len(value) <= 12 and int(value)):
-        raise InputError(f"{source}: {key}={value!r} is no whole number of at least 1; correct it")
-    return int(value)
-
-
-def _flag(values: Mapping[str, str], key: str, source: str) -> bool:
-    value = values[key].lower()
-    if value not in ("true", "false"):
-        raise InputError(f"{source}: {key}={values[key]!r} is neither true nor false; correct it")
-    return value == "true"
-
-
-def _stages(values: Mapping[str, str], said: Mapping[str, str], pipeline: int, source: str) -> dict[str, object]:
-    virtual: int | None = _number(values, VIRTUAL, source) or (1 if VIRTUAL in said else None)
-    layers: tuple[int, ...] | None = () if VIRTUAL in said or NUMBERS["pp"] in said else None
-    found: dict[str, object] = {}
-    if LAYOUT in values:
-        sizes, extra = read_layout(values[LAYOUT])
-        virtual, layers = max(1, len(sizes) // pipeline), () if len(set(sizes)) <= 1 else sizes
-        if extra:
-            found["mtp_layers"] = extra
-    schedule = None
-    if NUMBERS["pp"] in said or virtual is not None:
-        schedule = "none" if pipeline == 1 else "interleaved_1f1b" if (virtual or 1) > 1 else "1f1b"
-    return {**found, "vpp": virtual, "layers": layers, "schedule": schedule}
-
-
-def _read_recompute(values: Mapping[str, str], said: Mapping[str, str], source: str) -> dict[str, object]:
-    mode = values.get(GRANULARITY, "none" if GRANULARITY in said else None)
-    if mode not in (None, "none", "selective", "full"):
-        raise InputError(f"{source}: {GRANULARITY}={mode!r} is not one of selective, full, null")
-    if mode is None:
-        return {}
-    listed = [name.strip(" '\"") for name in values.get(MODULES, "").strip("[]").split(",")]
-    modules = tuple(name for name in listed if name) or CHEAP_MODULES[:1]
-    block = values.get(METHOD) == "block"
-    return {
-        "recompute": mode,
-        "recompute_modules": modules if mode == "selective" else (),
-        "recompute_layers": (),
-        "recompute_count": (_number(values, COUNT, source) or 0) if mode == "full" and block else 0,
-    }
-
-
-def _level(values: Mapping[str, str], source: str) -> str | None:
-    if FULLY in values and _flag(values, FULLY, source):
-        named = values.get(STRATEGY, "optim_grads_params")
-        level = next((name for name, word in megatron.STRATEGIES.items() if word == named), None)
-        if level is None:
-            known = ", ".join(megatron.STRATEGIES.values())
-            raise InputError(f"{source}: {STRATEGY}={named!r} is not one of {known}")
-        return level
-    distributed = [_flag(values, key, source) for key in (DISTRIBUTED, DISTRIBUTED_TOO) if key in values]
-    return None if not distributed else "zero1" if any(distributed) else "none"
-
-
-def recognises(name: str, text: str) -> bool:
-    """Whether a file holds overrides of Megatron-Bridge."""
-    return bool(re.search(r"(^|\s)(model|train|ddp|dataset)\.\w+=", text))
+def _flag(value: str, key: str, source: str) -> bool:
+    if value.lower() not in ("true", "false"):
+        raise InputError(f"{source}: {key}={value!r} is neither true nor false; correct it")
+    return value.lower() == "true"
 
 
 BRIDGE = ExchangeFormat(
@@ -311,6 +203,6 @@ BRIDGE = ExchangeFormat(
     keys=KEYS,
     write=write,
     read=read,
-    recognises=recognises,
+    recognises=lambda name, text: bool(re.search(r"(^|\s)(model|train|ddp|dataset)\.\w+=", text)),
     rules=megatron.rules,
 )

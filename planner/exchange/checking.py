@@ -121,7 +121,7 @@ def check(
     missing = [
         option
         for option, value in (
-            ("--network", network or _states_network(read)), ("--hw", hardware), ("--devices", config.devices)
+            ("--network", network or "model_type" in read.sizes), ("--hw", hardware), ("--devices", config.devices)
         )
         if not value
     ]  # fmt: skip
@@ -143,10 +143,6 @@ def _software(form: ExchangeFormat, read: ReadConfig) -> str:
     names = form.table.software
     waits = read.config.overlap_gradients is False and (read.config.dp or 1) > 1
     return "megatron_lm" if waits and "megatron_lm" in names else next(iter(names), form.timed_as)
-
-
-def _states_network(read: ReadConfig) -> bool:
-    return "model_type" in read.sizes
 
 
 @contextmanager
@@ -172,9 +168,10 @@ def _predicted(said: Checked, base: PlanRequest, *, better: bool) -> Checked:
         return replace(said, notes=(*said.notes, f"not predicted: {error}"))
     except InputError as error:
         return replace(said, problems=(_violation(str(error), said.form.keys),))
+    kept = ["layers of stages are kept as they are written"] if asked.request.pins.stage_layers else []
     said = replace(
         said,
-        notes=(*said.notes, *asked.notes, *_beside(asked)),
+        notes=(*said.notes, *asked.notes, *kept),
         fits=bool(result.candidates),
         infeasible=result.infeasible,
     )
@@ -183,17 +180,13 @@ def _predicted(said: Checked, base: PlanRequest, *, better: bool) -> Checked:
     return _compared(said, base, asked, shared) if better else said
 
 
-def _beside(asked: Pinned) -> tuple[str, ...]:
-    return ("layers of stages are kept as they are written",) if asked.request.pins.stage_layers else ()
-
-
 def _violation(message: str, keys: Mapping[str, str]) -> Violation:
     """Turn an error about pins into a problem that names the framework's keys."""
     found = _PIN.search(" ".join(message.split()))
     if found is None:
-        return Violation(key="", value="", rule=message, remedy="")
+        return Violation("", "", message, "")
     key, value, rule, remedy = found.groups()
-    return Violation(key=keys.get(key, key), value=value, rule=rule, remedy=remedy or "change it")
+    return Violation(keys.get(key, key), value, rule, remedy or "change it")
 
 
 def _compared(said: Checked, base: PlanRequest, asked: Pinned, shared: SharedTables) -> Checked:
@@ -216,7 +209,7 @@ def _compared(said: Checked, base: PlanRequest, asked: Pinned, shared: SharedTab
             and both.candidate.prediction.step_time_s <= WORTH * singles[0].candidate.prediction.step_time_s
         ):
             near = [both, *singles]
-    best = _best(base, shared)
+    best = next(iter(plan_network(base, shared=shared).candidates), None)
     return replace(said, near=tuple(near), best=best)
 
 
@@ -235,8 +228,3 @@ def _freed(changes: tuple[tuple[str, ...], ...], asked: Pinned, shared: SharedTa
         return None
     changed = tuple(names[0] for names in changes)
     return Better(changed=changed, candidate=result.candidates[0]) if result.candidates else None
-
-
-def _best(base: PlanRequest, shared: SharedTables) -> Candidate | None:
-    result = plan_network(base, shared=shared)
-    return result.candidates[0] if result.candidates else None

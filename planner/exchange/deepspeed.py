@@ -7,13 +7,12 @@ micro-batch and the micro-batches, and with them the data-parallel ranks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
-from planner.exchange.keyed import Document
+from planner.exchange.keyed import Document, json_file
 from planner.exchange.training_config import PLAIN, TrainingConfig
 from simulator.errors import InputError
 
@@ -36,13 +35,23 @@ KEYS: Mapping[str, str] = {
 }
 
 
-def document(config: TrainingConfig) -> dict[str, Any]:
-    """The JSON document of a configuration that DeepSpeed can run."""
+def write(config: TrainingConfig) -> Written:
+    """The file."""
+    stage = STAGES.index(config.optimizer_sharding or "none")
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        zero["overlap_comm"] = config.overlap_gradients is not False
+    if config.shard_size:
+        zero["mics_shard_size"] = config.shard_size
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if config.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     found: dict[str, Any] = {
         "train_batch_size": config.global_batch,
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.micro_batches,
-        "zero_optimization": _zero(config),
+        "zero_optimization": zero,
     }
     if (config.tp or 1) > 1:
         found["tensor_parallel"] = {"autotp_size": config.tp}
@@ -52,38 +61,11 @@ def document(config: TrainingConfig) -> dict[str, Any]:
         found["expert_parallel"] = {"enabled": True, "autoep_size": config.ep, "expert_tensor_parallel_size": 1}
     if config.precision in ("bf16", "fp16"):
         found[str(config.precision)] = {"enabled": True}
-    return found
-
-
-def _zero(config: TrainingConfig) -> dict[str, Any]:
-    stage = STAGES.index(config.optimizer_sharding or "none")
-    found: dict[str, Any] = {"stage": stage}
-    if stage:
-        found["overlap_comm"] = config.overlap_gradients is not False
-    if config.shard_size:
-        found["mics_shard_size"] = config.shard_size
-    if config.offload_optimizer:
-        found["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if config.offload_parameters:
-        found["offload_param"] = {"device": "cpu", "pin_memory": True}
-    return found
-
-
-def write(config: TrainingConfig) -> Written:
-    """The file. JSON has no comments: the version stands in a key of its own, which DeepSpeed passes over."""
-    return Written(
-        text=json.dumps({"meshwright": f"a plan for DeepSpeed {VERSION}", **document(config)}, indent=2) + "\n"
-    )
+    return json_file(f"a plan for DeepSpeed {VERSION}", found)
 
 
 def read(text: str, source: str) -> ReadConfig:
-    """Read a configuration.
-
-    Raises
-    ------
-    InputError
-        The file is no JSON object, or a value is of a wrong type.
-    """
+    """Read a configuration."""
     raw = Document.json(text, source, "DeepSpeed")
     # What is "auto" is for the code that reads the file to fill in.
     raw.values = {key: value for key, value in raw.values.items() if value != "auto"}
@@ -94,7 +76,7 @@ def read(text: str, source: str) -> ReadConfig:
     batch, micro, steps = (
         raw.optional(key) for key in (KEYS["global_batch"], KEYS["micro_batch"], "gradient_accumulation_steps")
     )
-    batch, micro, violations = _batch(batch, micro, steps)
+    violations = tuple(_broken(batch, micro, steps))
     ranks = batch // (micro * steps) if batch and micro and steps else None
     experts, degree = raw.flag("expert_parallel.enabled"), raw.number(KEYS["ep"])
     ep, mics = degree if experts else 1, raw.get(KEYS["shard_size"], -1)
@@ -118,32 +100,22 @@ def read(text: str, source: str) -> ReadConfig:
         shard_size=mics if isinstance(mics, int) and mics > 0 else 0,
         sequence_parallel=False,
         context_algorithm="all_to_all" if cp > 1 else "none",
+        recompute_layers=None,
+        recompute_count=None,
         **away,
     )
     return ReadConfig(config=config, not_read=raw.unread(), violations=violations)
 
 
-def _batch(
-    batch: int | None, micro: int | None, steps: int | None
-) -> tuple[int | None, int | None, tuple[Violation, ...]]:
-    """Batches of a step and a micro-batch; a rank's share must be whole."""
+def _broken(batch: int | None, micro: int | None, steps: int | None) -> Iterator[Violation]:
+    """Rules of the batches of a step and of a micro-batch; a rank's share must be whole."""
     if batch and micro and steps and batch % (micro * steps):
-        broken = Violation(
-            key="train_batch_size",
-            value=str(batch),
-            rule=f"it must be train_micro_batch_size_per_gpu {micro} × gradient_accumulation_steps {steps} × ranks",
-            remedy=f"use {micro * steps * max(1, round(batch / (micro * steps)))}",
-        )
-        return batch, micro, (broken,)
+        rule = f"it must be train_micro_batch_size_per_gpu {micro} × gradient_accumulation_steps {steps} × ranks"
+        remedy = f"use {micro * steps * max(1, round(batch / (micro * steps)))}"
+        yield Violation("train_batch_size", str(batch), rule, remedy)
     if not batch and not micro:
-        broken = Violation(
-            key="train_batch_size",
-            value="",
-            rule="it or train_micro_batch_size_per_gpu must be given",
-            remedy="add one of them",
-        )
-        return batch, micro, (broken,)
-    return batch, micro, ()
+        rule = "it or train_micro_batch_size_per_gpu must be given"
+        yield Violation("train_batch_size", "", rule, "add one of them")
 
 
 def rules(config: TrainingConfig) -> Iterator[Violation]:
@@ -151,32 +123,14 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
     stage = STAGES.index(config.optimizer_sharding or "none")
     if config.offload_optimizer and stage == 0:
         yield Violation(
-            key=KEYS["offload_optimizer"],
-            value="cpu",
-            rule="states go to the host from ZeRO stage 1 on",
-            remedy="use stage 1 or more",
+            KEYS["offload_optimizer"], "cpu", "states go to the host from ZeRO stage 1 on", "use stage 1 or more"
         )
     if config.offload_parameters and stage != 3:
-        yield Violation(
-            key=KEYS["offload_parameters"],
-            value="cpu",
-            rule="parameters go to the host with ZeRO stage 3",
-            remedy="use stage 3, or leave it out",
-        )
+        rule, remedy = "parameters go to the host with ZeRO stage 3", "use stage 3, or leave it out"
+        yield Violation(KEYS["offload_parameters"], "cpu", rule, remedy)
     if (config.ep or 1) > 1 and (config.tp or 1) > 1 and (stage == 3 or config.offload_optimizer):
-        yield Violation(
-            key=KEYS["ep"],
-            value=str(config.ep),
-            rule="beside AutoTP experts go with ZeRO stages 0 to 2, without offload",
-            remedy="use stage 2, or leave tensor parallelism out",
-        )
-
-
-def recognises(name: str, text: str) -> bool:
-    """Whether a file is a configuration of DeepSpeed."""
-    return text.lstrip().startswith("{") and any(
-        f'"{key}"' in text for key in ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
-    )
+        rule = "beside AutoTP experts go with ZeRO stages 0 to 2, without offload"
+        yield Violation(KEYS["ep"], str(config.ep), rule, "use stage 2, or leave tensor parallelism out")
 
 
 DEEPSPEED = ExchangeFormat(
@@ -187,6 +141,11 @@ DEEPSPEED = ExchangeFormat(
     keys=KEYS,
     write=write,
     read=read,
-    recognises=recognises,
+    recognises=lambda name, text: (
+        text.lstrip().startswith("{")
+        and any(
+            f'"{key}"' in text for key in ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
+        )
+    ),
     rules=rules,
 )

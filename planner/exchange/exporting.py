@@ -106,7 +106,8 @@ def _losses(plan: Plan, graph: OperatorGraph, table: Capability, *, rounds: bool
     """Return a plan's configuration and the choices a framework cannot run; InputError unless those are rounded."""
     overlaps = software_named(plan.software).overlaps if plan.software else True
     config = config_of(plan, graph, overlaps=overlaps)
-    losses = [*_of_config(config, table), *_beyond(plan)]
+    unable = (_Loss(what=one.what, to=one.to, config=one.config) for one in roundings(config, table))
+    losses = [*unable, *_beyond(plan)]
     if losses and not rounds:
         listed = "; ".join(f"{loss.what} (nearest: {loss.to})" for loss in losses)
         again = f", or plan with --software {table.software[0]}" if table.software else ""
@@ -115,11 +116,6 @@ def _losses(plan: Plan, graph: OperatorGraph, table: Capability, *, rounds: bool
             f"nearest{again}"
         )
     return config, losses
-
-
-def _of_config(config: TrainingConfig, table: Capability) -> Iterable[_Loss]:
-    for one in roundings(config, table):
-        yield _Loss(what=one.what, to=one.to, config=one.config)
 
 
 def _beyond(plan: Plan) -> Iterable[_Loss]:
@@ -131,31 +127,26 @@ def _beyond(plan: Plan) -> Iterable[_Loss]:
     if plan.sharding_threshold_bytes:
         whole = f"sharding_threshold_kb={plan.sharding_threshold_bytes // 1024}"
         yield _Loss(what=whole, to="sharding_threshold_kb=0", pins=Pins(sharding_threshold_kb=0))
-    order = _order(plan)
+    names = {"data": "dp", "context": "cp", "expert": "ep", "tensor": "tp"}
+    strides = {names[axis.name]: plan.mesh.stride(place) for place, axis in enumerate(plan.mesh.axes)}
+    if plan.pipeline > 1:
+        strides["pp"] = plan.pipeline_stride
+    # Axes of more than one rank, from the one whose ranks lie farthest apart.
+    order = tuple(sorted(strides, key=strides.__getitem__, reverse=True))
     usual = tuple(name for name in AXES_BY_PIN if name in order)
     if order != usual:
         yield _Loss(what=f"order={'-'.join(order)}", to=f"order={'-'.join(usual)}", pins=Pins(order=usual))
 
 
-def _order(plan: Plan) -> tuple[str, ...]:
-    """Axes of more than one rank by the pins of their degrees, from the one whose ranks lie farthest apart."""
-    names = {"data": "dp", "context": "cp", "expert": "ep", "tensor": "tp"}
-    strides = {names[axis.name]: plan.mesh.stride(place) for place, axis in enumerate(plan.mesh.axes)}
-    if plan.pipeline > 1:
-        strides["pp"] = plan.pipeline_stride
-    return tuple(sorted(strides, key=strides.__getitem__, reverse=True))
-
-
 def _simulated(loss: _Loss, plan: Plan, config: TrainingConfig, graph: OperatorGraph) -> CannotSay:
     """The plan with one thing changed, as it is predicted."""
+    said = CannotSay(what=loss.what, rounded_to=loss.to)
     try:
         asked = pinned(loss.config or config, request_of(plan), graph).request
         found = plan_network(replace(asked, pins=loss.pins.over(asked.pins)), graph=graph)
     except MeshwrightError:
-        return CannotSay(what=loss.what, rounded_to=loss.to)
+        return said
     if not found.candidates:
-        return CannotSay(what=loss.what, rounded_to=loss.to)
+        return said
     best = found.candidates[0].prediction
-    return CannotSay(
-        what=loss.what, rounded_to=loss.to, step_time_s=best.step_time_s, peak_memory_bytes=best.peak_memory_bytes
-    )
+    return replace(said, step_time_s=best.step_time_s, peak_memory_bytes=best.peak_memory_bytes)

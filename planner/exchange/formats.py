@@ -17,7 +17,7 @@ from simulator.input_file import FileKind
 CONFIGURATION = FileKind(name="config", remedy="give a configuration of the framework", max_bytes=1 << 20)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Violation:
     """A rule that a configuration breaks: the key, its value, the rule, and what to do."""
 
@@ -81,7 +81,8 @@ class ExchangeFormat:
     suffix : usual ending of the file's name
     keys : the framework's name for each field, for messages
     also_silent : fields of `TrainingConfig` that a file does not say, beside those of `OUTSIDE` without a key
-    write, read : from a configuration that the framework can run to text, and back
+    write, read : from a configuration that the framework can run to text, and back; a file that is none, or a value
+        of a wrong type, is an InputError
     recognises : whether a file, by its name and text, is of this format
     rules : rules of the framework across fields, beside those of its table
     timed_as : software whose times `check` takes where the table names none; "" for what is usual on the hardware
@@ -124,55 +125,44 @@ class ExchangeFormat:
         found = re.search(r"^# Predicted for the software (\S{1,1000})$", text, re.MULTILINE)
         return found[1] if found and found[1].partition(NAME_ENDS)[0] in self.table.software else ""
 
-    def spoken(self, config: TrainingConfig) -> TrainingConfig:
-        """What of a configuration a file of this format says."""
-        return replace(config, **dict.fromkeys(self.silent))
-
 
 def _everywhere(config: TrainingConfig, keys: Mapping[str, str]) -> Iterator[Violation]:
     """Rules of arithmetic."""
     inner = prod(value or 1 for value in (config.tp, config.pp, config.cp))
     if config.devices is not None and (config.devices < 1 or config.devices % inner):
         yield Violation(
-            key=keys.get("devices", "devices"),
-            value=str(config.devices),
-            rule=f"tensor × pipeline × context parallelism = {inner} must divide the devices",
-            remedy=f"use {max(1, round(config.devices / inner)) * inner} devices or other degrees",
+            keys.get("devices", "devices"),
+            str(config.devices),
+            f"tensor × pipeline × context parallelism = {inner} must divide the devices",
+            f"use {max(1, round(config.devices / inner)) * inner} devices or other degrees",
         )
         return
     dp, each, batch = config.dp, config.micro_batch, config.global_batch
     if each is not None and each < 1:
         yield Violation(
-            key=keys.get("micro_batch", "micro_batch"),
-            value=str(each),
-            rule="a micro-batch has at least one sample",
-            remedy="use 1 or more",
+            keys.get("micro_batch", "micro_batch"), str(each), "a micro-batch has at least one sample", "use 1 or more"
         )
         return
     if dp and each and batch is not None and batch % (dp * each):
         yield Violation(
-            key=keys.get("global_batch", "global_batch"),
-            value=str(batch),
-            rule=f"micro-batch {each} × {dp} data-parallel ranks must divide it",
-            remedy=f"use {max(1, round(batch / (dp * each))) * dp * each}, or another micro-batch",
+            keys.get("global_batch", "global_batch"),
+            str(batch),
+            f"micro-batch {each} × {dp} data-parallel ranks must divide it",
+            f"use {max(1, round(batch / (dp * each))) * dp * each}, or another micro-batch",
         )
     ep, pp = config.ep or 1, config.pp or 1
     if config.devices is not None and ep > 1:
         ranks = config.devices // pp // (config.etp or config.tp or 1)
         yield from divides(keys.get("ep", "ep"), ep, ranks, "ranks of a stage that experts are dealt out over")
     if pp == 1 and (config.vpp or 1) > 1:
-        yield Violation(
-            key=keys.get("vpp", "vpp"),
-            value=str(config.vpp),
-            rule="several chunks a rank need a pipeline",
-            remedy="use one chunk, or a pipeline of two ranks or more",
-        )
+        rule, remedy = "several chunks a rank need a pipeline", "use one chunk, or a pipeline of two ranks or more"
+        yield Violation(keys.get("vpp", "vpp"), str(config.vpp), rule, remedy)
     if config.layers and len(config.layers) != pp * (config.vpp or 1):
         yield Violation(
-            key=keys.get("layers", "layers"),
-            value=" ".join(map(str, config.layers)),
-            rule=f"it gives {len(config.layers)} chunks, and there are {pp} × {config.vpp or 1}",
-            remedy="give each chunk its layers",
+            keys.get("layers", "layers"),
+            " ".join(map(str, config.layers)),
+            f"it gives {len(config.layers)} chunks, and there are {pp} × {config.vpp or 1}",
+            "give each chunk its layers",
         )
 
 
@@ -180,12 +170,7 @@ def divides(key: str, value: int, number: int, what: str) -> Iterator[Violation]
     """The rule that a degree divides a number of something."""
     if value > 1 and (number % value or not number):
         near = near_divisors(value, number)
-        yield Violation(
-            key=key,
-            value=str(value),
-            rule=f"it must divide the {number} {what}",
-            remedy=f"use {near or 'more of them'}",
-        )
+        yield Violation(key, str(value), f"it must divide the {number} {what}", f"use {near or 'more of them'}")
 
 
 def devices_of(text: str, unit: str) -> int | None:
@@ -202,11 +187,14 @@ def unnamed_stages(config: TrainingConfig, key: str) -> Iterator[Violation]:
     """The rule of formats that name the first layer of each stage: the network has numbered layers."""
     if (config.pp or 1) > 1 and config.layers is not None and not config.num_layers:
         yield Violation(
-            key=key,
-            value="",
-            rule="stages are named by their layers, and the network is no row of layers",
-            remedy="plan with --pin pp=1",
+            key, "", "stages are named by their layers, and the network is no row of layers", "plan with --pin pp=1"
         )
+
+
+def apart_on_host(config: TrainingConfig, key: str) -> Iterator[Violation]:
+    """The rule of formats that move parameters and optimizer states to the host with one key."""
+    if bool(config.offload_optimizer) != bool(config.offload_parameters):
+        yield Violation(key, "", "parameters and optimizer states go to the host together", "offload both or none")
 
 
 def empty_chunks(config: TrainingConfig, key: str) -> Iterator[Violation]:
@@ -214,7 +202,7 @@ def empty_chunks(config: TrainingConfig, key: str) -> Iterator[Violation]:
     if config.layers and not all(config.layers):
         counts = "-".join(map(str, config.layers))
         remedy = "plan with --pin stage_layers=, one or more for each"
-        yield Violation(key=key, value=counts, rule="every chunk has a layer or more", remedy=remedy)
+        yield Violation(key, counts, "every chunk has a layer or more", remedy)
 
 
 def _table(config: TrainingConfig, table: Capability, keys: Mapping[str, str]) -> Iterator[Violation]:
@@ -222,12 +210,8 @@ def _table(config: TrainingConfig, table: Capability, keys: Mapping[str, str]) -
     for rounding in roundings(config, table):
         for name, value in rounding.changed:
             with_what = f" with {config.micro_batches} micro-batches on {config.pp} pipeline ranks"
-            yield Violation(
-                key=keys.get(name, name),
-                value=str(value).lower(),
-                rule=f"{table.framework} {table.version} cannot run it{with_what if value in table.schedules else ''}",
-                remedy=f"use {rounding.to}",
-            )
+            rule = f"{table.framework} {table.version} cannot run it{with_what if value in table.schedules else ''}"
+            yield Violation(keys.get(name, name), str(value).lower(), rule, f"use {rounding.to}")
             break
 
 

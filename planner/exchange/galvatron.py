@@ -8,16 +8,14 @@ parallelism stand on the command line.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written
-from planner.exchange.keyed import Document
-from planner.exchange.training_config import PLAIN, TrainingConfig, even_layers
+from planner.exchange.keyed import Document, json_file
+from planner.exchange.training_config import PLAIN, TrainingConfig, even_layers, uneven
 from simulator.errors import InputError
 
 VERSION = "1d27a7a (2026)"
@@ -41,8 +39,8 @@ LEVELS: Mapping[str, str] = {"ddp": "none", "zero2": "zero2", "zero3": "zero3"}
 _DEVICES = re.compile(r"on ([0-9]{1,9}) GPUs|([0-9]{1,6})nodes_([0-9]{1,6})gpus")
 
 
-def document(config: TrainingConfig) -> dict[str, Any]:
-    """The strategy of a configuration that Galvatron can run."""
+def write(config: TrainingConfig) -> Written:
+    """The file."""
     layers, pipeline = config.num_layers or 1, config.pp or 1
     heads = config.context_algorithm == "all_to_all" and (config.cp or 1) > 1
     level = config.optimizer_sharding or "none"
@@ -51,7 +49,7 @@ def document(config: TrainingConfig) -> dict[str, Any]:
     def each(value: object) -> str:
         return ",".join([str(value)] * layers)
 
-    return {
+    found = {
         "pp_deg": pipeline,
         "tp_sizes_enc": each(config.cp if heads else config.tp or 1),
         "tp_consecutive_flags": each(1),
@@ -68,22 +66,11 @@ def document(config: TrainingConfig) -> dict[str, Any]:
         "vsp": int(heads),
         "embed_sdp": int(level == "zero3"),
     }
-
-
-def write(config: TrainingConfig) -> Written:
-    """The file; JSON has no comments, so that version and devices stand in a key of its own."""
-    said = {"meshwright": f"a plan for Galvatron {VERSION} on {config.devices} GPUs", **document(config)}
-    return Written(text=json.dumps(said, indent=2) + "\n")
+    return json_file(f"a plan for Galvatron {VERSION} on {config.devices} GPUs", found)
 
 
 def read(text: str, source: str) -> ReadConfig:
-    """Read a strategy; where layers differ, what most of them have counts, and the key is listed as not read.
-
-    Raises
-    ------
-    InputError
-        The file is no JSON object, or a value is of a wrong type.
-    """
+    """Read a strategy; where layers differ, what most of them have counts, and the key is listed as not read."""
     raw = Document.json(text, source, "Galvatron")
     mixed: list[str] = []
 
@@ -112,7 +99,7 @@ def read(text: str, source: str) -> ReadConfig:
         ep=1,
         etp=1 if heads else width,
         num_layers=layers,
-        layers=() if pipeline == 1 or len(set(stages)) <= 1 else stages,
+        layers=() if pipeline == 1 else uneven(stages),
         schedule="none" if pipeline == 1 else raw.word("pipeline_type", SCHEDULES, "gpipe"),
         micro_batch=batch // (chunks * ranks) or None if batch and chunks and ranks else None,
         global_batch=batch,
@@ -122,7 +109,6 @@ def read(text: str, source: str) -> ReadConfig:
         recompute="mixed" if len(set(again)) > 1 else "full" if any(again) else "none",
         recompute_layers=tuple("full" if one else "none" for one in again) if len(set(again)) > 1 else (),
         recompute_modules=(),
-        recompute_count=0,
     )
     for key in ("pipeline_type", "tp_consecutive_flags", "vtp", "vsp", "vcp", "embed_sdp", "default_dp_type"):
         raw.get(key)
@@ -132,24 +118,15 @@ def read(text: str, source: str) -> ReadConfig:
 def rules(config: TrainingConfig) -> Iterator[Violation]:
     """Rules of Galvatron across fields."""
     if not config.num_layers:
-        yield Violation(
-            key=KEYS["num_layers"],
-            value="",
-            rule="strategies stand layer by layer, and the network is no row of layers",
-            remedy="plan a network of equal layers",
-        )
+        rule = "strategies stand layer by layer, and the network is no row of layers"
+        yield Violation(KEYS["num_layers"], "", rule, "plan a network of equal layers")
     if config.context_algorithm == "all_to_all" and (config.tp or 1) > 1:
         yield Violation(
-            key=KEYS["context_algorithm"],
-            value="1",
-            rule="a layer has tensor ranks or ranks that exchange heads, not both",
-            remedy="plan with --pin tp=1, or with --pin context_algorithm=ring",
+            KEYS["context_algorithm"],
+            "1",
+            "a layer has tensor ranks or ranks that exchange heads, not both",
+            "plan with --pin tp=1, or with --pin context_algorithm=ring",
         )
-
-
-def recognises(name: str, text: str) -> bool:
-    """Whether a file is a strategy of Galvatron."""
-    return '"tp_sizes_enc"' in text
 
 
 GALVATRON = ExchangeFormat(
@@ -160,7 +137,7 @@ GALVATRON = ExchangeFormat(
     keys=KEYS,
     write=write,
     read=read,
-    recognises=recognises,
+    recognises=lambda name, text: '"tp_sizes_enc"' in text,
     rules=rules,
     timed_as="megatron_core",
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planner.exchange.formats import CONFIGURATION
+import yaml
+
+from planner.exchange.formats import CONFIGURATION, Written
 from planner.exchange.training_config import LARGEST
 from simulator.errors import InputError
 
@@ -129,3 +132,13 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             place = place.setdefault(name, {})
         place[last] = value
     return found
+
+
+def yaml_file(comment: str, values: Mapping[str, Any]) -> Written:
+    """The YAML file of values by dotted key, behind a comment."""
+    return Written(text=f"# {comment}\n" + yaml.safe_dump(nested(values), sort_keys=False))
+
+
+def json_file(about: str, values: Mapping[str, Any]) -> Written:
+    """The JSON file of values; it has no comments, so that what it is stands in a key that frameworks pass over."""
+    return Written(text=json.dumps({"meshwright": about, **values}, indent=2) + "\n")

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, divides
 from planner.exchange.layout import read_layout, write_layout
 from planner.exchange.shell import Script, read_script
-from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
+from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig, uneven
 from simulator.errors import InputError
 from simulator.schedules.generators import interleaved_group
 
+Options: TypeAlias = Mapping[str, tuple[str, ...]]
 VERSION = "0.19"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 DEVICES = ("NUM_GPUS", "WORLD_SIZE")
 _COUNT = re.compile(r"[0-9]{1,12}")
 KEYS: Mapping[str, str] = {
@@ -50,34 +52,28 @@ KEYS: Mapping[str, str] = {
     "last_layers": "--decoder-last-pipeline-num-layers",
     "mtp_layers": "--mtp-num-layers",
 }
-NUMBERS = {
-    name: KEYS[name]
-    for name in (
-        "tp",
-        "pp",
-        "cp",
-        "ep",
-        "micro_batch",
-        "global_batch",
-        "sequence_length",
-        "first_layers",
-        "last_layers",
-        "mtp_layers",
-    )
+NUMBERS = (
+    *("tp", "pp", "cp", "ep", "micro_batch", "global_batch", "sequence_length"),
+    *("first_layers", "last_layers", "mtp_layers"),
+)
+FLAGS = (
+    *("sequence_parallel", "tensor_overlap", "expert_overlap", "overlap_gradients", "overlap_parameters"),
+    *("offload_optimizer", "offload_activations"),
+)
+NAMES: Mapping[str, str] = {
+    **KEYS,
+    "chunk_layers": "--num-layers-per-virtual-pipeline-stage",
+    "group": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "dispatcher": "--moe-token-dispatcher-type",
+    "backend": "--moe-flex-dispatcher-backend",
+    "method": "--recompute-method",
+    "fully": "--use-megatron-fsdp",
+    "strategy": "--data-parallel-sharding-strategy",
+    "checkpoints": "--ckpt-format",
+    "precise": "--use-precision-aware-optimizer",
+    "modules_on_host": "--offload-modules",
 }
-DISPATCHER, BACKEND = "--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend"
-FLAGS = {
-    name: KEYS[name]
-    for name in (
-        "sequence_parallel",
-        "tensor_overlap",
-        "expert_overlap",
-        "overlap_gradients",
-        "overlap_parameters",
-        "offload_optimizer",
-        "offload_activations",
-    )
-}
+"""Names of fields, and of what else is said with them."""
 STRATEGIES = {"none": "no_shard", "zero1": "optim", "zero2": "optim_grads", "zero3": "optim_grads_params"}
 SIZES: Mapping[str, str] = {
     "--num-layers": "num_hidden_layers",
@@ -93,41 +89,9 @@ SIZES: Mapping[str, str] = {
 }
 READ = frozenset(
     (
-        *NUMBERS.values(),
-        *FLAGS.values(),
-        *SIZES,
-        "--num-virtual-stages-per-pipeline-rank",
-        "--recompute-modules",
-        "--num-layers-per-virtual-pipeline-stage",
-        GROUP,
-        "--pipeline-model-parallel-layout",
-        "--expert-tensor-parallel-size",
-        "--recompute-granularity",
-        "--recompute-method",
-        "--recompute-num-layers",
-        "--recompute-activations",
-        "--cp-comm-type",
-        "--use-distributed-optimizer",
-        "--num-distributed-optimizer-instances",
-        "--use-megatron-fsdp",
-        "--data-parallel-sharding-strategy",
-        "--bf16",
-        "--fp16",
-        "--fp8-format",
-        "--fp4-format",
-        "--ckpt-format",
-        "--nproc_per_node",
-        "--nproc-per-node",
-        "--nnodes",
-        "--swiglu",
-        "--normalization",
-        DISPATCHER,
-        BACKEND,
-        "--moe-ffn-hidden-size",
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
-        "--offload-modules",
-        "--use-precision-aware-optimizer",
+        *(*NAMES.values(), *SIZES, "--recompute-activations", "--swiglu", "--normalization", "--moe-ffn-hidden-size"),
+        *("--bf16", "--fp16", "--fp8-format", "--fp4-format", "--nproc_per_node", "--nproc-per-node", "--nnodes"),
+        *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
     )
 )
 RENAMED: Mapping[str, str] = {
@@ -144,70 +108,54 @@ OFFLOADED = "attn_norm", "core_attn", "attn_proj", "mlp_norm"
 def arguments(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
     """Flags of a configuration that Megatron-LM can run, with their values."""
     found: dict[str, tuple[str, ...]] = {}
-    for name, flag in NUMBERS.items():
+    for name in NUMBERS:
         value = getattr(config, name)
         if value is not None and not (name in ("cp", "ep") and value == 1):
-            found[flag] = (str(value),)
-    for name, flag in FLAGS.items():
-        if getattr(config, name):
-            found[flag] = ()
+            found[KEYS[name]] = (str(value),)
+    found |= {KEYS[name]: () for name in FLAGS if getattr(config, name)}
     if config.layers:
         found[KEYS["layers"]] = (write_layout(config.layers, config.mtp_layers or 0),)
     elif (config.vpp or 1) > 1:
         found[KEYS["vpp"]] = (str(config.vpp),)
-    if config.schedule == "interleaved_1f1b" and (config.micro_batches or 0) % (config.pp or 1):
-        found[GROUP] = (str(interleaved_group(config.pp or 1, config.micro_batches or 1)),)
-    if (config.ep or 1) > 1:
-        found[KEYS["etp"]] = (str(config.etp or config.tp or 1),)
-        found[DISPATCHER] = ("flex",) if config.tokens_once else ("alltoall",)
-        if config.tokens_once:
-            found[BACKEND] = ("deepep",)
-    if (config.cp or 1) > 1:
-        found[KEYS["context_algorithm"]] = ("a2a" if config.context_algorithm == "all_to_all" else "p2p",)
-    if config.offload_optimizer:
-        found["--use-precision-aware-optimizer"] = ()  # whose code updates on the host
-    if config.offload_activations:
-        found["--offload-modules"] = OFFLOADED
-    return {**found, **_sharding(config), **_recompute(config), **_precision(config)}
-
-
-def _sharding(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
-    level, found = config.optimizer_sharding, dict[str, tuple[str, ...]]()
-    if level in (None, "none"):
-        return found
-    if level == "zero1":
-        found["--use-distributed-optimizer"] = ()
-    else:
-        found["--use-megatron-fsdp"] = ()
-        found["--data-parallel-sharding-strategy"] = (STRATEGIES[str(level)],)
-        found["--ckpt-format"] = ("fsdp_dtensor",)
-    if config.shard_size and config.dp:
-        found[KEYS["shard_size"]] = (str(config.dp // config.shard_size),)
-    return found
-
-
-def _recompute(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
-    if config.recompute == "selective":
-        modules = config.recompute_modules or CHEAP_MODULES[:1]
-        return {"--recompute-granularity": ("selective",), "--recompute-modules": tuple(modules)}
-    if config.recompute != "full":
-        return {}
-    method, count = ("block", config.recompute_count) if config.recompute_count else ("uniform", 1)
-    return {
-        "--recompute-granularity": ("full",),
-        "--recompute-method": (method,),
-        "--recompute-num-layers": (str(count),),
-    }
-
-
-def _precision(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
     kinds: Mapping[str, dict[str, tuple[str, ...]]] = {
         "fp16": {"--fp16": ()},
         "bf16": {"--bf16": ()},
         "fp8": {"--bf16": (), "--fp8-format": ("hybrid",)},
         "fp4": {"--bf16": (), "--fp4-format": ("e2m1",)},
     }
-    return kinds.get(config.precision or "", {})
+    return {**found, **written_fields(config, NAMES), **kinds.get(config.precision or "", {})}
+
+
+def written_fields(config: TrainingConfig, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """What Megatron-LM and Megatron-Bridge say alike, by its `names` in either; a flag has no value."""
+    found: dict[str, tuple[str, ...]] = {}
+    if config.schedule == "interleaved_1f1b" and (config.micro_batches or 0) % (config.pp or 1):
+        found["group"] = (str(interleaved_group(config.pp or 1, config.micro_batches or 1)),)
+    if (config.ep or 1) > 1:
+        found["etp"] = (str(config.etp or config.tp or 1),)
+        found["dispatcher"] = ("flex",) if config.tokens_once else ("alltoall",)
+        if config.tokens_once:
+            found["backend"] = ("deepep",)
+    if (config.cp or 1) > 1:
+        found["context_algorithm"] = ("a2a" if config.context_algorithm == "all_to_all" else "p2p",)
+    if config.offload_optimizer:
+        found["precise"] = ()  # whose code updates on the host
+    if config.offload_activations:
+        found["modules_on_host"] = OFFLOADED
+    if config.optimizer_sharding == "zero1":
+        found["optimizer_sharding"] = ()
+    elif config.sharded:
+        strategy = STRATEGIES[str(config.optimizer_sharding)]
+        found |= {"fully": (), "strategy": (strategy,), "checkpoints": ("fsdp_dtensor",)}
+    if config.sharded and config.shard_size and config.dp:
+        found["shard_size"] = (str(config.dp // config.shard_size),)
+    if config.recompute == "selective":
+        modules = tuple(config.recompute_modules or CHEAP_MODULES[:1])
+        found |= {"recompute": ("selective",), "recompute_modules": modules}
+    elif config.recompute == "full":
+        method, count = ("block", config.recompute_count) if config.recompute_count else ("uniform", 1)
+        found |= {"recompute": ("full",), "method": (method,), "recompute_count": (str(count),)}
+    return {names[name]: value for name, value in found.items()}
 
 
 def environment(config: TrainingConfig) -> dict[str, str]:
@@ -229,12 +177,7 @@ def write(config: TrainingConfig) -> Written:
     return Written(text=script(config, title, arguments(config), variables), environment=variables)
 
 
-def script(
-    config: TrainingConfig,
-    title: str,
-    options: Mapping[str, tuple[str, ...]],
-    variables: Mapping[str, str],
-) -> str:
+def script(config: TrainingConfig, title: str, options: Options, variables: Mapping[str, str]) -> str:
     """The text of a script with arguments and variables; `title` names framework and version."""
     lines = [
         "#!/usr/bin/env bash",
@@ -253,282 +196,207 @@ def _quoted(value: str) -> str:
     return f"'{value}'" if set(value) & set("|*() ") else value
 
 
-def read(text: str, source: str) -> ReadConfig:
-    """Read a launch script, or arguments on one line.
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What a file says: values by the `names` that it has for fields; a flag that is set has none."""
 
-    Raises
-    ------
-    InputError
-        A value is no number, or no layout.
-    """
+    values: Options
+    names: Mapping[str, str]
+    source: str
+    equals: str = " "
+    remedy: str = "write it as one, or set its variable"
+    unset: tuple[str, ...] = ()
+
+    def has(self, name: str) -> bool:
+        """Whether a field is said."""
+        return self.names[name] in self.values
+
+    def text(self, name: str) -> str | None:
+        """The value of a field, or of a flag by the flag itself."""
+        values = self.values.get(self.names.get(name, name))
+        return values[0] if values else None
+
+    def number(self, name: str) -> int | None:
+        """The same where it is a whole number; InputError where it is something else."""
+        value = self.text(name)
+        if value is None:
+            return None
+        if not (value.isascii() and value.isdecimal() and len(value) <= 12 and int(value)):
+            key = self.names.get(name, name)
+            rule = "is no whole number of at least 1"
+            raise InputError(f"{self.source}: {key}{self.equals}{value!r} {rule}; {self.remedy}")
+        return int(value)
+
+
+def read(text: str, source: str) -> ReadConfig:
+    """Read a launch script, or arguments on one line."""
     script = read_script(text)
-    options = script.options
-    found: dict[str, object] = {"recompute_layers": (), "offload_parameters": False}
-    found |= {name: _number(options, flag, source) for name, flag in NUMBERS.items()}
-    found |= {name: flag in options for name, flag in FLAGS.items()}
-    for name in ("tp", "pp", "cp", "ep"):
-        found[name] = found[name] or 1
-    found["tokens_once"] = found["ep"] != 1 and _value(options, DISPATCHER) == "flex"
-    tensor, pipeline = int(str(found["tp"])), int(str(found["pp"]))
-    found["etp"] = _number(options, KEYS["etp"], source) or tensor
-    if tensor == 1:
+    said = Said(values=script.options, names=NAMES, source=source)
+    sizes, devices = _sizes(said), _devices(script)
+    found = read_fields(said, devices, sizes, usual=dict.fromkeys(("tp", "pp", "cp", "ep"), 1))
+    found |= {name: said.has(name) for name in FLAGS}
+    if found["tp"] == 1:
         found["sequence_parallel"] = False  # Megatron-LM drops it
-    sizes = _sizes(options, source)
-    found |= _stages(options, source, pipeline, sizes)
-    found["devices"] = _devices(script, source)
-    found |= _read_sharding(options, source, found)
-    found |= _read_recompute(options, source)
-    found["precision"] = _read_precision(options)
-    found["context_algorithm"] = _read_context(options, int(str(found["cp"])))
-    if found["global_batch"] is None and found["devices"] and found["micro_batch"]:
-        found["global_batch"] = int(str(found["micro_batch"])) * max(
-            1, int(str(found["devices"])) // (tensor * pipeline * int(str(found["cp"])))
-        )
-    config = TrainingConfig(**found)  # type: ignore[arg-type]
+    kinds = {"--fp4-format": "fp4", "--fp8-format": "fp8", "--bf16": "bf16", "--fp16": "fp16"}
+    found["precision"] = next((name for flag, name in kinds.items() if flag in said.values), "fp32")
+    if found["global_batch"] is None and devices and found["micro_batch"]:
+        found["global_batch"] = found["micro_batch"] * max(1, devices // (found["tp"] * found["pp"] * found["cp"]))
+    config = TrainingConfig(**found, offload_parameters=False)
+    notes: tuple[str, ...] = ()
+    given, count = said.number("group"), config.micro_batches
+    if given and count and config.schedule == "interleaved_1f1b":
+        usual = interleaved_group(config.pp or 1, count)
+        notes = () if given == usual else (f"{NAMES['group']} {given} is timed as {usual}",)
     return ReadConfig(
         config=config,
         sizes=sizes,
-        not_read=tuple(name for name in options if name not in READ and name not in RENAMED),
-        violations=(*_broken(script, config, sizes), *broken_group(config, GROUP, _number(options, GROUP, source))),
-        notes=_other_group(options, config, source),
+        not_read=tuple(name for name in said.values if name not in READ and name not in RENAMED),
+        violations=(*_broken(script, said, config, sizes), *broken_group(config, said)),
+        notes=notes,
     )
 
 
-def _value(options: Mapping[str, tuple[str, ...]], flag: str) -> str | None:
-    return options[flag][0] if options.get(flag) else None
+def read_fields(
+    said: Said, devices: int | None, sizes: Mapping[str, int | str], *, usual: Mapping[str, int]
+) -> dict[str, Any]:
+    """What Megatron-LM and Megatron-Bridge say alike; `usual` are degrees that are not said."""
+    found: dict[str, Any] = {name: said.number(name) or usual.get(name) for name in NUMBERS}
+    tensor, pipeline, context = (found[name] or 1 for name in ("tp", "pp", "cp"))
+    virtual, layers = said.number("vpp") or 1, tuple[int, ...]()
+    layout, per_chunk, number = said.text("layers"), said.number("chunk_layers"), sizes.get("num_hidden_layers")
+    if layout is not None:
+        layers, extra = read_layout(layout)
+        virtual = max(1, len(layers) // pipeline)
+        found["mtp_layers"] = extra or found["mtp_layers"]
+    elif per_chunk and number:
+        virtual = max(1, int(number) // pipeline // per_chunk)
+    level = "zero1" if said.has("optimizer_sharding") else "none"
+    if said.has("fully"):
+        named = said.text("strategy") or "optim_grads_params"
+        if named not in STRATEGIES.values():
+            key, known = said.names["strategy"], ", ".join(STRATEGIES.values())
+            raise InputError(f"{said.source}: {key}{said.equals}{named!r} is not one of {known}")
+        level = next(name for name, word in STRATEGIES.items() if word == named)
+    algorithm = "all_to_all" if said.text("context_algorithm") == "a2a" else "ring"
+    instances, ranks = said.number("shard_size") or 1, (devices or 0) // (tensor * pipeline * context)
+    mode = said.text("recompute") or ("selective" if "--recompute-activations" in said.values else "none")
+    if mode not in ("none", "selective", "full"):
+        key, known = said.names["recompute"], ", ".join(("selective", "full", *said.unset))
+        raise InputError(f"{said.source}: {key}{said.equals}{mode!r} is not one of {known}")
+    modules = said.values.get(said.names["recompute_modules"], CHEAP_MODULES[:1])
+    count, counted = said.number("recompute_count"), mode == "full" and said.text("method") == "block"
+    return found | {
+        "devices": devices,
+        "etp": said.number("etp") or (tensor if usual else None),
+        "vpp": virtual,
+        "layers": uneven(layers),
+        "schedule": "none" if pipeline == virtual == 1 else "1f1b" if virtual == 1 else "interleaved_1f1b",
+        "optimizer_sharding": level,
+        "shard_size": max(1, ranks // instances) if level != "none" and instances > 1 and devices else 0,
+        "recompute": mode,
+        "recompute_modules": modules if mode == "selective" else (),
+        "recompute_layers": (),
+        "recompute_count": (count or 0) if counted else 0,
+        "context_algorithm": "none" if found["cp"] == 1 else algorithm,
+        "tokens_once": found["ep"] != 1 and said.text("dispatcher") == "flex",
+    }
 
 
-def _number(options: Mapping[str, tuple[str, ...]], flag: str, source: str) -> int | None:
-    value = _value(options, flag)
-    if value is None:
-        return None
-    if not (value.isascii() and value.isdecimal() and len(value) <= 12 and int(value)):
-        raise InputError(
-            f"{source}: {flag} {value!r} is no whole number of at least 1; write it as one, or set its variable"
-        )
-    return int(value)
-
-
-def _devices(script: Script, source: str) -> int | None:
+def _devices(script: Script) -> int | None:
     """Ranks of the job: a variable of that name, or processes a node times nodes."""
     for name in DEVICES:
         value = script.variables.get(name, "")
         if _COUNT.fullmatch(value) and int(value):
             return int(value)
-    each = _value(script.options, "--nproc_per_node") or _value(script.options, "--nproc-per-node") or ""
-    nodes = _value(script.options, "--nnodes") or "1"
+    given = [script.options.get(flag) for flag in ("--nproc_per_node", "--nproc-per-node", "--nnodes")]
+    each, nodes = " ".join((given[0] or given[1] or ())[:1]), " ".join((given[2] or ("1",))[:1])
     return int(each) * int(nodes) if _COUNT.fullmatch(each) and _COUNT.fullmatch(nodes) else None
 
 
-def _sizes(options: Mapping[str, tuple[str, ...]], source: str) -> dict[str, int | str]:
+def _sizes(said: Said) -> dict[str, int | str]:
     """Sizes of the network, by the keys of a Hugging Face configuration."""
-    found: dict[str, int | str] = {}
-    for flag, key in SIZES.items():
-        value = _number(options, flag, source)
-        if value is not None:
-            found[key] = value
+    numbers = {key: said.number(flag) for flag, key in SIZES.items()}
+    found: dict[str, int | str] = {key: value for key, value in numbers.items() if value is not None}
     if "hidden_size" not in found or "num_hidden_layers" not in found:
         return found
-    gated = "--swiglu" in options
+    gated = "--swiglu" in said.values
     found["model_type"] = "mixtral" if "num_local_experts" in found else "llama" if gated else "gpt2"
     found.setdefault("intermediate_size", 4 * int(found["hidden_size"]) * (2 if gated else 3) // 3)
-    if "num_local_experts" in found and (width := _number(options, "--moe-ffn-hidden-size", source)):
+    if "num_local_experts" in found and (width := said.number("--moe-ffn-hidden-size")):
         found["intermediate_size"] = width
     return found
 
 
-def _stages(
-    options: Mapping[str, tuple[str, ...]], source: str, pipeline: int, sizes: Mapping[str, int | str]
-) -> dict[str, object]:
-    """Chunks, their layers and the schedule."""
-    layout = _value(options, KEYS["layers"])
-    layers: tuple[int, ...] = ()
-    found: dict[str, object] = {}
-    virtual = _number(options, KEYS["vpp"], source) or 1
-    per_chunk = _number(options, "--num-layers-per-virtual-pipeline-stage", source)
-    if layout is not None:
-        layers, extra = read_layout(layout)
-        virtual = max(1, len(layers) // pipeline)
-        found["mtp_layers"] = extra or _number(options, KEYS["mtp_layers"], source)
-    elif per_chunk and sizes.get("num_hidden_layers"):
-        virtual = max(1, int(sizes["num_hidden_layers"]) // pipeline // per_chunk)
-    schedule = "none" if pipeline == 1 and virtual == 1 else "1f1b" if virtual == 1 else "interleaved_1f1b"
-    return {**found, "layers": () if len(set(layers)) <= 1 else layers, "vpp": virtual, "schedule": schedule}
-
-
-def _read_sharding(
-    options: Mapping[str, tuple[str, ...]], source: str, found: Mapping[str, object]
-) -> dict[str, object]:
-    level = "zero1" if "--use-distributed-optimizer" in options else "none"
-    if "--use-megatron-fsdp" in options:
-        named = _value(options, "--data-parallel-sharding-strategy") or "optim_grads_params"
-        level = next((name for name, word in STRATEGIES.items() if word == named), "")
-        if not level:
-            known = ", ".join(STRATEGIES.values())
-            raise InputError(f"{source}: --data-parallel-sharding-strategy {named!r} is not one of {known}")
-    instances = _number(options, KEYS["shard_size"], source) or 1
-    devices = found["devices"]
-    if level == "none" or instances == 1 or not isinstance(devices, int):
-        return {"optimizer_sharding": level, "shard_size": 0}
-    inner = int(str(found["tp"])) * int(str(found["pp"])) * int(str(found["cp"]))
-    return {"optimizer_sharding": level, "shard_size": max(1, devices // inner // instances)}
-
-
-def _read_recompute(options: Mapping[str, tuple[str, ...]], source: str) -> dict[str, object]:
-    mode = _value(options, "--recompute-granularity") or (
-        "selective" if "--recompute-activations" in options else "none"
-    )
-    if mode not in ("none", "selective", "full"):
-        raise InputError(f"{source}: --recompute-granularity {mode!r} is not one of selective, full")
-    count = _number(options, KEYS["recompute_count"], source)
-    block = _value(options, "--recompute-method") == "block"
-    modules = options.get("--recompute-modules", CHEAP_MODULES[:1]) if mode == "selective" else ()
-    return {
-        "recompute": mode,
-        "recompute_modules": tuple(modules),
-        "recompute_count": (count or 0) if mode == "full" and block else 0,
-    }
-
-
-def _read_precision(options: Mapping[str, tuple[str, ...]]) -> str:
-    for flag, name in (("--fp4-format", "fp4"), ("--fp8-format", "fp8"), ("--bf16", "bf16"), ("--fp16", "fp16")):
-        if flag in options:
-            return name
-    return "fp32"
-
-
-def _read_context(options: Mapping[str, tuple[str, ...]], context: int) -> str:
-    if context == 1:
-        return "none"
-    return "all_to_all" if _value(options, "--cp-comm-type") == "a2a" else "ring"
-
-
-def _broken(script: Script, config: TrainingConfig, sizes: Mapping[str, int | str]) -> Iterator[Violation]:
+def _broken(script: Script, said: Said, config: TrainingConfig, sizes: Mapping[str, int | str]) -> Iterator[Violation]:
     """Rules that show in the flags alone."""
-    options = script.options
+    options = said.values
     for flag, remedy in RENAMED.items():
         if flag in options:
-            yield Violation(
-                key=flag, value=" ".join(options[flag]), rule=f"Megatron-LM {VERSION} has no such flag", remedy=remedy
-            )
-    layout = _value(options, KEYS["layers"])
+            yield Violation(flag, " ".join(options[flag]), f"Megatron-LM {VERSION} has no such flag", remedy)
+    layout = said.text("layers")
     if layout is not None and config.layers == () and config.pp:
         pieces = len(read_layout(layout)[0])
         if pieces % config.pp:
-            yield Violation(
-                key=KEYS["layers"],
-                value=layout,
-                rule=f"its {pieces} pieces must be a multiple of {config.pp} pipeline ranks",
-                remedy="give each its layers",
-            )
+            rule = f"its {pieces} pieces must be a multiple of {config.pp} pipeline ranks"
+            yield Violation(KEYS["layers"], layout, rule, "give each its layers")
     if KEYS["layers"] in options and (KEYS["first_layers"] in options or KEYS["last_layers"] in options):
-        yield Violation(
-            key=KEYS["layers"],
-            value=options[KEYS["layers"]][0],
-            rule="it stands beside neither --decoder-first- nor --decoder-last-pipeline-num-layers",
-            remedy="leave these out",
-        )
-    granularity, method = config.recompute, _value(options, "--recompute-method")
+        rule = "it stands beside neither --decoder-first- nor --decoder-last-pipeline-num-layers"
+        yield Violation(KEYS["layers"], options[KEYS["layers"]][0], rule, "leave these out")
+    granularity, method = config.recompute, said.text("method")
     if granularity == "selective" and (method or "--recompute-num-layers" in options):
-        yield Violation(
-            key="--recompute-method",
-            value=method or "",
-            rule="selective recomputation has no method and no number of layers",
-            remedy="leave both out, or use --recompute-granularity full",
-        )
+        rule = "selective recomputation has no method and no number of layers"
+        yield Violation("--recompute-method", method or "", rule, "leave both out, or use --recompute-granularity full")
     if granularity == "full" and (method is None or "--recompute-num-layers" not in options):
         yield Violation(
-            key="--recompute-granularity",
-            value="full",
-            rule="it needs --recompute-method and --recompute-num-layers",
-            remedy="add --recompute-method uniform --recompute-num-layers 1",
+            "--recompute-granularity",
+            "full",
+            "it needs --recompute-method and --recompute-num-layers",
+            "add --recompute-method uniform --recompute-num-layers 1",
         )
     layers = sizes.get("num_hidden_layers")
     uneven = KEYS["layers"] in options or config.first_layers or config.last_layers
     added = sum(f"--account-for-{part}-in-pipeline-split" in options for part in ("embedding", "loss"))
     if layers and not uneven and (int(layers) + added) % ((config.pp or 1) * (config.vpp or 1)):
-        yield Violation(
-            key="--num-layers",
-            value=str(layers),
-            rule=f"{config.pp} × {config.vpp} stages must divide it",
-            remedy="say with --pipeline-model-parallel-layout which layers each has",
-        )
+        remedy = "say with --pipeline-model-parallel-layout which layers each has"
+        yield Violation("--num-layers", str(layers), f"{config.pp} × {config.vpp} stages must divide it", remedy)
     experts = sizes.get("num_local_experts")
     if layers:
         yield from divides(KEYS["ep"], config.ep or 1, int(experts or 0), "experts of --num-experts")
     given = script.variables.get(CONNECTIONS)
     fully = config.optimizer_sharding in ("zero2", "zero3") or "--use-megatron-fsdp" in options
     if fully and given == "1":
-        yield Violation(
-            key=CONNECTIONS,
-            value="1",
-            rule="Megatron-FSDP needs several queues",
-            remedy=f"export {CONNECTIONS}=8",
-        )
+        yield Violation(CONNECTIONS, "1", "Megatron-FSDP needs several queues", f"export {CONNECTIONS}=8")
     needed = ((config.tp or 1) > 1 or (config.cp or 1) > 1) and not fully and not config.expert_overlap
     if needed and given != "1" and script.variables:
-        yield Violation(
-            key=CONNECTIONS,
-            value=given or "",
-            rule="tensor and context parallelism need one queue (before Blackwell)",
-            remedy=f"export {CONNECTIONS}=1",
-        )
+        rule, remedy = "tensor and context parallelism need one queue (before Blackwell)", f"export {CONNECTIONS}=1"
+        yield Violation(CONNECTIONS, given or "", rule, remedy)
 
 
-def broken_group(config: TrainingConfig, key: str, given: int | None) -> Iterator[Violation]:
+def broken_group(config: TrainingConfig, said: Said) -> Iterator[Violation]:
     """Megatron's rule of interleaved schedules: a group has as many micro-batches as there are ranks, or more."""
     ranks, count = config.pp or 1, config.micro_batches
     if config.schedule != "interleaved_1f1b" or count is None or count < ranks:
         return
-    group = given or ranks
+    group = said.number("group") or ranks
     if not ranks <= group <= count or 0 < count % group < ranks:
-        yield Violation(
-            key=key,
-            value=str(group),
-            rule=f"groups of the {count} micro-batches, the last one too, have at least {ranks}, one a pipeline rank",
-            remedy=f"use {interleaved_group(ranks, count)}",
-        )
-
-
-def _other_group(options: Mapping[str, tuple[str, ...]], config: TrainingConfig, source: str) -> tuple[str, ...]:
-    given, count = _number(options, GROUP, source), config.micro_batches
-    if given is None or count is None or config.schedule != "interleaved_1f1b":
-        return ()
-    usual = interleaved_group(config.pp or 1, count)
-    return () if given == usual else (f"{GROUP} {given} is timed as {usual}",)
+        rule = f"groups of the {count} micro-batches, the last one too, have at least {ranks}, one a pipeline rank"
+        yield Violation(said.names["group"], str(group), rule, f"use {interleaved_group(ranks, count)}")
 
 
 def rules(config: TrainingConfig) -> Iterator[Violation]:
     """Rules of Megatron-LM across fields."""
     pipeline, virtual = config.pp or 1, config.vpp or 1
     if (config.cp or 1) > 1 and config.sequence_length and config.sequence_length % (2 * (config.cp or 1)):
-        yield Violation(
-            key=KEYS["cp"],
-            value=str(config.cp),
-            rule=f"2 × it must divide the {config.sequence_length} tokens of a sample",
-            remedy="use a smaller one, or another --seq-length",
-        )
+        rule = f"2 × it must divide the {config.sequence_length} tokens of a sample"
+        yield Violation(KEYS["cp"], str(config.cp), rule, "use a smaller one, or another --seq-length")
     if config.overlap_parameters and (config.optimizer_sharding == "none" or config.overlap_gradients is False):
-        yield Violation(
-            key=KEYS["overlap_parameters"],
-            value="",
-            remedy="add both, or leave it out",
-            rule="it needs --overlap-grad-reduce and --use-distributed-optimizer",
-        )
+        rule, remedy = "it needs --overlap-grad-reduce and --use-distributed-optimizer", "add both, or leave it out"
+        yield Violation(KEYS["overlap_parameters"], "", rule, remedy)
     if config.offload_optimizer and config.optimizer_sharding == "none":
-        yield Violation(
-            key=KEYS["offload_optimizer"],
-            value="",
-            rule="it needs --use-precision-aware-optimizer, and that --use-distributed-optimizer",
-            remedy="add both, or leave it out",
-        )
+        rule = "it needs --use-precision-aware-optimizer, and that --use-distributed-optimizer"
+        yield Violation(KEYS["offload_optimizer"], "", rule, "add both, or leave it out")
     if config.tensor_overlap and not config.sequence_parallel:
-        yield Violation(
-            key=KEYS["tensor_overlap"],
-            value="",
-            rule="it needs --sequence-parallel",
-            remedy="add it, or leave this out",
-        )
+        yield Violation(KEYS["tensor_overlap"], "", "it needs --sequence-parallel", "add it, or leave this out")
     if config.expert_overlap:
         why = ""
         if (config.ep or 1) == 1:
@@ -540,14 +408,9 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
         elif config.precision not in (None, "bf16", "fp16", "fp8", "fp4"):
             why = "it needs --bf16 or --fp16"
         if why:
-            yield Violation(key=KEYS["expert_overlap"], value="", rule=why, remedy="leave it out")
+            yield Violation(KEYS["expert_overlap"], "", why, "leave it out")
     if config.shard_size and config.dp and config.dp % config.shard_size:
         yield from divides(KEYS["shard_size"], config.dp // config.shard_size, config.dp, "data-parallel ranks")
-
-
-def recognises(name: str, text: str) -> bool:
-    """Whether a file holds arguments of Megatron-LM."""
-    return "--tensor-model-parallel-size" in text or "--pipeline-model-parallel-size" in text
 
 
 MEGATRON = ExchangeFormat(
@@ -557,6 +420,6 @@ MEGATRON = ExchangeFormat(
     keys=KEYS,
     write=write,
     read=read,
-    recognises=recognises,
+    recognises=lambda name, text: KEYS["tp"] in text or KEYS["pp"] in text,
     rules=rules,
 )

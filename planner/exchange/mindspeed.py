@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from planner.exchange import megatron
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, devices_of
-from planner.exchange.keyed import Document
+from planner.exchange.keyed import Document, yaml_file
 from planner.exchange.shell import read_script
 from planner.exchange.training_config import PLAIN, TrainingConfig
 
@@ -54,13 +52,7 @@ def write(config: TrainingConfig) -> Written:
 
 
 def read(text: str, source: str) -> ReadConfig:
-    """Read a launch script, or arguments on one line.
-
-    Raises
-    ------
-    InputError
-        A value is no number, or no layout.
-    """
+    """Read a launch script, or arguments on one line."""
     found, options = megatron.read(text, source), read_script(text).options
     said: dict[str, Any] = {name: flag in options for name, flag in FLAGS.items()}
     config = replace(found.config, **said)
@@ -80,34 +72,18 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
         yield replace(broken, key=FLAGS[names[0]]) if names else broken
     if config.offload_optimizer and config.optimizer_sharding == "none":
         yield Violation(
-            key=FLAGS["offload_optimizer"],
-            value="",
-            rule="it needs --use-distributed-optimizer",
-            remedy="add it, or leave this out",
+            FLAGS["offload_optimizer"], "", "it needs --use-distributed-optimizer", "add it, or leave this out"
         )
     if config.schedule != "dualpipe_v":
         return
     chunks, count = 2 * (config.pp or 1), config.micro_batches
     if config.layers or (config.num_layers or chunks) % chunks:
         yield Violation(
-            key=SCHEDULE,
-            value="dualpipev",
-            rule=f"the {chunks} chunks have equally many layers",
-            remedy="use another number of stages",
+            SCHEDULE, "dualpipev", f"the {chunks} chunks have equally many layers", "use another number of stages"
         )
     if count is not None and count < chunks:
-        yield Violation(
-            key=SCHEDULE,
-            value="dualpipev",
-            rule=f"a step has {count} micro-batches, and it needs at least {chunks}",
-            remedy="use a smaller micro-batch",
-        )
-
-
-def recognises(name: str, text: str) -> bool:
-    """Whether a file holds arguments of MindSpeed."""
-    ours = "mindspeed" in text.lower() or CONTEXT in text or "--use-ascend" in text
-    return ours and megatron.recognises(name, text)
+        rule, remedy = f"a step has {count} micro-batches, and it needs at least {chunks}", "use a smaller micro-batch"
+        yield Violation(SCHEDULE, "dualpipev", rule, remedy)
 
 
 MINDSPEED = replace(
@@ -117,7 +93,10 @@ MINDSPEED = replace(
     keys=KEYS,
     write=write,
     read=read,
-    recognises=recognises,
+    recognises=lambda name, text: (
+        megatron.MEGATRON.recognises(name, text)
+        and ("mindspeed" in text.lower() or CONTEXT in text or "--use-ascend" in text)
+    ),
     rules=rules,
 )
 
@@ -142,9 +121,7 @@ CONTEXTS: Mapping[str, str] = {"ring": "ring", "ulysses": "all_to_all", "kvallga
 def write_fsdp2(config: TrainingConfig) -> Written:
     """The section ``parallel``."""
     ranks, tensor, expert = config.dp or 1, config.tp or 1, config.ep or 1
-    sharded = config.optimizer_sharding not in (None, "none")
-    shard = (config.shard_size or ranks) if sharded else 1
-    found: dict[str, Any] = {"tp_size": tensor, "fsdp_size": shard, "cp_size": config.cp or 1, "ep_size": expert}
+    found: dict[str, Any] = {"tp_size": tensor, "fsdp_size": config.shard, "cp_size": config.cp or 1, "ep_size": expert}
     if expert > 1:
         found["ep_fsdp_size"] = max(1, ranks // expert)
     if (config.cp or 1) > 1:
@@ -154,18 +131,12 @@ def write_fsdp2(config: TrainingConfig) -> Written:
         "reshard_after_forward": config.optimizer_sharding == "zero3",
         "param_dtype": config.precision,
     }
-    head = f"# A plan of Meshwright for MindSpeed-LLM {FSDP2_VERSION} with FSDP2 on {config.devices} NPUs\n"
-    return Written(text=head + yaml.safe_dump({"parallel": found}, sort_keys=False))
+    head = f"A plan of Meshwright for MindSpeed-LLM {FSDP2_VERSION} with FSDP2 on {config.devices} NPUs"
+    return yaml_file(head, {f"parallel.{key}": value for key, value in found.items()})
 
 
 def read_fsdp2(text: str, source: str) -> ReadConfig:
-    """Read the YAML file.
-
-    Raises
-    ------
-    InputError
-        The file is no YAML mapping, or a value is of a wrong type.
-    """
+    """Read the YAML file."""
     raw = Document.yaml(text, source, "MindSpeed-LLM")
     tensor, context, expert, shard = (
         raw.number(f"parallel.{key}") for key in ("tp_size", "cp_size", "ep_size", "fsdp_size")
@@ -187,8 +158,6 @@ def read_fsdp2(text: str, source: str) -> ReadConfig:
         sequence_parallel=False,
         context_algorithm=algorithm if context > 1 else "none",
         recompute="full" if raw.flag("parallel.recompute") else "none",
-        recompute_layers=(),
-        recompute_count=0,
     )
     raw.get("parallel.ep_fsdp_size")
     return ReadConfig(config=config, not_read=raw.unread())
@@ -198,12 +167,8 @@ def rules_fsdp2(config: TrainingConfig) -> Iterator[Violation]:
     """Rules of the trainer with FSDP2 across fields."""
     ranks, expert = config.dp, config.ep or 1
     if expert > 1 and ranks and ((config.tp or 1) > 1 or ranks % expert):
-        yield Violation(
-            key=FSDP2_KEYS["ep"],
-            value=str(expert),
-            rule=f"ep_size × ep_fsdp_size are the {ranks} data-parallel ranks, without tensor ranks",
-            remedy="use a divisor of them, and tp_size 1",
-        )
+        rule = f"ep_size × ep_fsdp_size are the {ranks} data-parallel ranks, without tensor ranks"
+        yield Violation(FSDP2_KEYS["ep"], str(expert), rule, "use a divisor of them, and tp_size 1")
 
 
 MINDSPEED_FSDP2 = ExchangeFormat(

@@ -6,13 +6,12 @@ counts the layers that compute again in each chunk, so that `ALL` stands for all
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, divides
-from planner.exchange.keyed import Document
+from planner.exchange.keyed import Document, json_file
 from planner.exchange.training_config import PLAIN, TrainingConfig
 
 VERSION = "acdbb667 (2026)"
@@ -45,8 +44,8 @@ MODULES = "layernorm", "moe_act"
 """Modules of selective recomputation that SimuMax knows; attention computes its scores again anyway."""
 
 
-def document(config: TrainingConfig) -> dict[str, Any]:
-    """The strategy of a configuration that SimuMax can follow."""
+def write(config: TrainingConfig) -> Written:
+    """The file."""
     found: dict[str, Any] = {KEYS[name]: getattr(config, name) or 1 for name in ("devices", *DEGREES)}
     found |= {
         "seq_len": config.sequence_length,
@@ -71,23 +70,11 @@ def document(config: TrainingConfig) -> dict[str, Any]:
             "megatron_recompute": True,
             "megatron_recompute_modules": modules,
         }
-    return found
-
-
-def write(config: TrainingConfig) -> Written:
-    """The file; JSON has no comments, so that the version stands in a key of its own."""
-    said = {"meshwright": f"a plan for SimuMax {VERSION}", **document(config)}
-    return Written(text=json.dumps(said, indent=2) + "\n")
+    return json_file(f"a plan for SimuMax {VERSION}", found)
 
 
 def read(text: str, source: str) -> ReadConfig:
-    """Read a strategy.
-
-    Raises
-    ------
-    InputError
-        The file is no JSON object, or a value is of a wrong type.
-    """
+    """Read a strategy."""
     raw = Document.json(text, source, "SimuMax")
     found: dict[str, Any] = {name: raw.number(KEYS[name]) for name in DEGREES}
     found["devices"] = raw.number("world_size", 8)
@@ -119,7 +106,6 @@ def read(text: str, source: str) -> ReadConfig:
         context_algorithm="none" if found["cp"] == 1 else "all_to_all" if algorithm == "a2a" else "ring",
         recompute=mode if layers else "none",
         recompute_modules=modules if mode == "selective" and layers else (),
-        recompute_layers=(),
         recompute_count=layers if mode == "full" and layers < ALL else 0,
         overlap_gradients=reduces and ranks > 1,
     )
@@ -133,11 +119,6 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
         yield from divides(KEYS["ep"], config.ep or 1, config.dp, "data-parallel ranks")
 
 
-def recognises(name: str, text: str) -> bool:
-    """Whether a file is a strategy of SimuMax."""
-    return text.lstrip().startswith("{") and '"world_size"' in text and '"tp_size"' in text
-
-
 SIMUMAX = ExchangeFormat(
     name="simumax",
     version=VERSION,
@@ -146,7 +127,7 @@ SIMUMAX = ExchangeFormat(
     keys=KEYS,
     write=write,
     read=read,
-    recognises=recognises,
+    recognises=lambda name, text: text.lstrip().startswith("{") and '"world_size"' in text and '"tp_size"' in text,
     rules=rules,
     timed_as="megatron_core",
 )

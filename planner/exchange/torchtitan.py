@@ -14,7 +14,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 from planner.exchange.formats import (
@@ -22,12 +21,13 @@ from planner.exchange.formats import (
     ReadConfig,
     Violation,
     Written,
+    apart_on_host,
     divides,
     unnamed_stages,
 )
 from planner.exchange.keyed import Document
 from planner.exchange.shell import read_script
-from planner.exchange.training_config import TrainingConfig, layers_of_parts, module_parts
+from planner.exchange.training_config import LOOPED, TrainingConfig, module_parts, stages_of_parts
 from planner.plans.capability import capabilities
 from simulator.errors import InputError
 
@@ -65,16 +65,9 @@ KEYS: Mapping[str, str] = {
 }
 READ = frozenset(
     (
-        *(f"parallelism.{key}" for key in DEGREES.values()),
-        *KEYS.values(),
-        "training.local_batch_size",
-        "parallelism.data_parallel_replicate_degree",
-        "parallelism.fsdp_reshard_after_forward",
-        "training.dtype",
-        "activation_checkpoint.mode",
-        "activation_checkpoint.selective_ac_option",
-        "compile.enable",
-        "training.disable_cuda_graphs",
+        *(*KEYS.values(), "parallelism.data_parallel_replicate_degree", "parallelism.fsdp_reshard_after_forward"),
+        *("training.local_batch_size", "training.dtype", "training.disable_cuda_graphs", "compile.enable"),
+        *("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
         "compile.enable_async_tensor_parallel",
     )
 )
@@ -106,14 +99,13 @@ def schedule_word(schedule: str, micro_batches: int) -> str:
 def values(config: TrainingConfig, era: Era) -> dict[str, Any]:
     """Keys with their values, sections before a dot."""
     pipeline, ranks = config.pp or 1, config.dp or 1
-    sharded = config.optimizer_sharding not in (None, "none")
-    shard = (config.shard_size or ranks) if sharded else 1
+    shard = config.shard
     parallel: dict[str, Any] = {
         "data_parallel_replicate_degree": ranks // shard,
         "data_parallel_shard_degree": shard,
         **{key: getattr(config, name) or 1 for name, key in DEGREES.items()},
     }
-    if sharded:
+    if config.sharded:
         parallel["fsdp_reshard_after_forward"] = "always" if config.optimizer_sharding == "zero3" else "never"
     if era.sequence_key and (config.tp or 1) > 1:
         parallel["enable_sequence_parallel"] = bool(config.sequence_parallel)
@@ -243,13 +235,7 @@ def _literal(text: str) -> Any:
 
 
 def read(text: str, source: str, *, era: Era) -> ReadConfig:
-    """Read a configuration.
-
-    Raises
-    ------
-    InputError
-        The file is none, or a value is of a wrong type.
-    """
+    """Read a configuration."""
     raw = raw_values(text, source)
     found: dict[str, Any] = {name: _number(raw, f"parallelism.{key}", source, 1) for name, key in DEGREES.items()}
     tensor, pipeline, context = found["tp"], found["pp"], found["cp"]
@@ -259,8 +245,7 @@ def read(text: str, source: str, *, era: Era) -> ReadConfig:
     etp = _number(raw, "parallelism.expert_tensor_parallel_degree", source, 1)
     found["etp"] = tensor if found["ep"] == 1 else etp
     found["devices"] = devices
-    parts = raw.get("parallelism.module_fqns_per_model_part")
-    found |= _stages(raw, parts, pipeline, source)
+    found |= _stages(raw, pipeline, source)
     found |= _batch(raw, pipeline, replicas * shard if shard > 0 else None, source)
     if found["schedule"] == "gpipe" and _number(raw, "training.local_batch_size", source, 8) == found["micro_batch"]:
         found["schedule"] = "1f1b"  # the same, of one micro-batch
@@ -293,23 +278,14 @@ def _number(raw: Mapping[str, Any], key: str, source: str, default: int) -> int:
     return value
 
 
-def _stages(raw: Mapping[str, Any], parts: Any, pipeline: int, source: str) -> dict[str, Any]:
+def _stages(raw: Mapping[str, Any], pipeline: int, source: str) -> dict[str, Any]:
     named = raw.get("parallelism.pipeline_parallel_schedule", "1F1B")
     known = {word.lower(): name for name, word in SCHEDULES.items()}
     schedule = known.get(str(named).lower()) if pipeline > 1 else "none"
     if schedule is None:
         words = ", ".join(SCHEDULES.values())
         raise InputError(f"{source}: parallelism.pipeline_parallel_schedule = {named!r} is not one of {words}")
-    if parts is None or pipeline == 1:
-        looped = schedule in ("interleaved_1f1b", "zbv", "dualpipe_v")
-        return {"schedule": schedule, "vpp": 2 if looped else 1, "layers": () if pipeline == 1 else None}
-    sizes = layers_of_parts(parts, "layers.", KEYS["layers"], source)
-    return {
-        "schedule": schedule,
-        "vpp": max(1, len(sizes) // pipeline),
-        "num_layers": sum(sizes),
-        "layers": () if len(set(sizes)) <= 1 else sizes,
-    }
+    return stages_of_parts(schedule, raw.get(KEYS["layers"]), "layers.", KEYS["layers"], pipeline, source)
 
 
 def _batch(raw: Mapping[str, Any], pipeline: int, ranks: int | None, source: str) -> dict[str, Any]:
@@ -331,83 +307,47 @@ def _broken(raw: Mapping[str, Any], pipeline: int, era: Era) -> Iterator[Violati
     local = raw.get("training.local_batch_size", 8)
     micro = raw.get("parallelism.pipeline_parallel_microbatch_size", 1)
     if pipeline > 1 and isinstance(local, int) and isinstance(micro, int) and micro > 0 and local % micro:
-        yield Violation(
-            key="training.local_batch_size",
-            value=str(local),
-            rule=f"pipeline_parallel_microbatch_size = {micro} must divide it",
-            remedy=f"use {micro * (local // micro + 1)}",
-        )
+        rule = f"pipeline_parallel_microbatch_size = {micro} must divide it"
+        yield Violation("training.local_batch_size", str(local), rule, f"use {micro * (local // micro + 1)}")
     parts = raw.get("parallelism.module_fqns_per_model_part")
     if pipeline > 1 and isinstance(parts, list) and len(parts) % pipeline:
-        yield Violation(
-            key=KEYS["layers"],
-            value=f"{len(parts)} parts",
-            rule=f"{pipeline} pipeline ranks must divide them",
-            remedy="give every rank as many",
-        )
+        rule, remedy = f"{pipeline} pipeline ranks must divide them", "give every rank as many"
+        yield Violation(KEYS["layers"], f"{len(parts)} parts", rule, remedy)
 
 
 def rules(config: TrainingConfig, *, era: Era) -> Iterator[Violation]:
     """Rules of torchtitan across fields."""
-    tensor, context, ranks = config.tp or 1, config.cp or 1, config.dp or 1
-    shard = (config.shard_size or ranks) if config.optimizer_sharding not in (None, "none") else 1
-    stage = prod((shard, context, tensor)) // ((config.etp or 1) if (config.ep or 1) > 1 else 1)
+    tensor, context = config.tp or 1, config.cp or 1
+    stage = config.shard * context * tensor // ((config.etp or 1) if (config.ep or 1) > 1 else 1)
     yield from divides(KEYS["ep"], config.ep or 1, stage, "ranks of data_parallel_shard × context × tensor parallelism")
     if context > 1 and config.optimizer_sharding == "none":
-        yield Violation(
-            key=KEYS["cp"],
-            value=str(context),
-            rule="FSDP shards parameters over context ranks",
-            remedy="plan with --pin optimizer_sharding=zero2 or zero3",
-        )
+        rule, remedy = "FSDP shards parameters over context ranks", "plan with --pin optimizer_sharding=zero2 or zero3"
+        yield Violation(KEYS["cp"], str(context), rule, remedy)
     divisor = (tensor if config.sequence_parallel or era is OLD else 1) * (2 * context if context > 1 else 1)
     if config.sequence_length and config.sequence_length % divisor:
-        yield Violation(
-            key=KEYS["sequence_length"],
-            value=str(config.sequence_length),
-            remedy="use a multiple of it",
-            rule=f"{divisor} must divide it: tensor ranks with a shared sequence, and 2 × context ranks",
-        )
-    looped = config.schedule in ("interleaved_1f1b", "zbv", "dualpipe_v")
-    virtual = config.vpp or 1
+        rule = f"{divisor} must divide it: tensor ranks with a shared sequence, and 2 × context ranks"
+        yield Violation(KEYS["sequence_length"], str(config.sequence_length), rule, "use a multiple of it")
+    looped, virtual = config.schedule in LOOPED, config.vpp or 1
     if (looped and virtual < 2) or (config.schedule in ("zbv", "dualpipe_v") and virtual != 2):
-        yield Violation(
-            key=KEYS["vpp"],
-            value=str(virtual),
-            rule=f"{SCHEDULES[str(config.schedule)]} needs two chunks a rank",
-            remedy="give every rank two parts",
-        )
+        rule, remedy = f"{SCHEDULES[str(config.schedule)]} needs two chunks a rank", "give every rank two parts"
+        yield Violation(KEYS["vpp"], str(virtual), rule, remedy)
     yield from unnamed_stages(config, KEYS["layers"])
     pipeline, count = config.pp or 1, config.micro_batches or 1
     if config.schedule == "1f1b" and not capabilities()["torchtitan"].runs_1f1b(pipeline, count):
         yield Violation(
-            key="training.local_batch_size",
-            value=str(count * (config.micro_batch or 1)),
-            rule=f"it gives {count} micro-batches, and torch runs 1F1B of {pipeline} stages with {pipeline} or more",
-            remedy="use a larger one, or pipeline_parallel_schedule = GPipe",
+            "training.local_batch_size",
+            str(count * (config.micro_batch or 1)),
+            f"it gives {count} micro-batches, and torch runs 1F1B of {pipeline} stages with {pipeline} or more",
+            "use a larger one, or pipeline_parallel_schedule = GPipe",
         )
-    if bool(config.offload_optimizer) != bool(config.offload_parameters):
-        yield Violation(
-            key=KEYS["offload_optimizer"],
-            value="",
-            rule="parameters and optimizer states go to the host together",
-            remedy="offload both or none",
-        )
+    yield from apart_on_host(config, KEYS["offload_optimizer"])
     if era is OLD and config.offload_optimizer and config.optimizer_sharding == "none" and context == 1:
-        yield Violation(
-            key=KEYS["offload_optimizer"],
-            value="true",
-            rule="only parameters that FSDP shards go to the host",
-            remedy="use data_parallel_shard_degree or context_parallel_degree above 1",
-        )
+        remedy = "use data_parallel_shard_degree or context_parallel_degree above 1"
+        yield Violation(KEYS["offload_optimizer"], "true", "only parameters that FSDP shards go to the host", remedy)
 
 
-def recognises(name: str, text: str) -> bool:
-    """Whether a file is a configuration of torchtitan."""
-    return any(mark in text for mark in ("data_parallel_shard_degree", "tensor_parallel_degree", "[parallelism]"))
-
-
-def _form(name: str, era: Era, suffix: str, write: Any, recognised: Any) -> ExchangeFormat:
+def _form(name: str, era: Era, suffix: str, write: Any) -> ExchangeFormat:
+    marks = ("data_parallel_shard_degree", "tensor_parallel_degree", "[parallelism]")
     return ExchangeFormat(
         name=name,
         version=era.version,
@@ -416,13 +356,11 @@ def _form(name: str, era: Era, suffix: str, write: Any, recognised: Any) -> Exch
         keys=KEYS,
         write=write,
         read=partial(read, era=era),
-        recognises=recognised,
+        recognises=lambda name, text: (era is NEW or name.endswith(suffix)) and any(mark in text for mark in marks),
         rules=partial(rules, era=era),
         timed_as="torchtitan",
     )
 
 
-TORCHTITAN_OLD = _form(
-    "torchtitan-0.2", OLD, ".toml", write_toml, lambda name, text: name.endswith(".toml") and recognises(name, text)
-)
-TORCHTITAN = _form("torchtitan", NEW, ".py", write_python, recognises)
+TORCHTITAN_OLD = _form("torchtitan-0.2", OLD, ".toml", write_toml)
+TORCHTITAN = _form("torchtitan", NEW, ".py", write_python)

@@ -56,13 +56,7 @@ def write(config: TrainingConfig) -> Written:
 
 
 def read(text: str, source: str) -> ReadConfig:
-    """Read a TOML file, or what torchtitan's format reads beside it.
-
-    Raises
-    ------
-    InputError
-        The file is none, or a value is of a wrong type.
-    """
+    """Read a TOML file, or what torchtitan's format reads beside it."""
     raw = torchtitan.raw_values(text, source)
     known = torchtitan.read(text, source, era=torchtitan.OLD)
     config, notes = known.config, list(known.notes)
@@ -102,18 +96,18 @@ def _broken(raw: Mapping[str, Any], said: Mapping[str, Any], converters: Sequenc
     """Rules that show in the keys alone."""
     if raw.get(SWAPPED) and raw.get(VIRTUAL):
         rule, remedy = "states are swapped or virtual, not both", f"leave out {SWAPPED} or {VIRTUAL}"
-        yield Violation(key=VIRTUAL, value="true", rule=rule, remedy=remedy)
+        yield Violation(VIRTUAL, "true", rule, remedy)
     if raw.get(VIRTUAL) and raw.get(SIZE) is None:
         rule, remedy = f"{VIRTUAL} needs it", 'use "all", or a size'
-        yield Violation(key=SIZE, value="", rule=rule, remedy=remedy)
+        yield Violation(SIZE, "", rule, remedy)
     if said.get("context_algorithm") == "all_to_all" and raw.get(BALANCER):
         rule = "it deals the sequence out for a ring, and attention by all-to-all needs its order"
-        yield Violation(key=BALANCER, value=str(raw[BALANCER]), rule=rule, remedy="leave it out")
+        yield Violation(BALANCER, str(raw[BALANCER]), rule, "leave it out")
     for kind in (LINEAR, GROUPED):
         recipe = raw.get(f"{kind}.recipe_name", "mxfp8")
         if kind in converters and recipe not in ("mxfp8", "hif8"):
             rule = "kernels are those of mxfp8 and hif8"
-            yield Violation(key=f"{kind}.recipe_name", value=str(recipe), rule=rule, remedy="use one of them")
+            yield Violation(f"{kind}.recipe_name", str(recipe), rule, "use one of them")
 
 
 def rules(config: TrainingConfig) -> Iterator[Violation]:
@@ -122,10 +116,10 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
     yield from torchtitan.rules(replace(config, offload_optimizer=together), era=torchtitan.OLD)
     if config.precision == "fp8" and config.tensor_overlap and (config.tp or 1) > 1:
         yield Violation(
-            key=torchtitan.KEYS["tensor_overlap"],
-            value="true",
-            rule="it needs torch.compile, which takes no products in 8 bits on tensor ranks",
-            remedy="plan with --pin tensor_overlap=false, or with --precision bf16",
+            torchtitan.KEYS["tensor_overlap"],
+            "true",
+            "it needs torch.compile, which takes no products in 8 bits on tensor ranks",
+            "plan with --pin tensor_overlap=false, or with --precision bf16",
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from math import prod
+from typing import Any
 
 from planner.graph.experts import experts_of
 from planner.graph.operator_graph import OperatorGraph
@@ -17,6 +18,8 @@ CHEAP_MODULES = ("core_attn", "layernorm", "moe_act")
 """Parts of a layer, by Megatron-LM's names, that selective recomputation of a plan computes again."""
 MOST_LAYERS = 100_000
 """Layers, and chunks that they are dealt out over, of the longest configuration that is read."""
+LOOPED = ("interleaved_1f1b", "zbv", "dualpipe_v")
+"""Schedules with several chunks a rank."""
 LARGEST = 2**40
 """The largest number of a configuration that is read."""
 
@@ -99,6 +102,16 @@ class TrainingConfig:
             return None
         return self.global_batch // (dp * each)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether data-parallel ranks share states."""
+        return self.optimizer_sharding not in (None, "none")
+
+    @property
+    def shard(self) -> int:
+        """Data-parallel ranks that share one copy of the states."""
+        return (self.shard_size or self.dp or 1) if self.sharded else 1
+
     def said(self) -> Mapping[str, object]:
         """What is said, by name."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
@@ -123,6 +136,7 @@ def config_of(plan: Plan, graph: OperatorGraph, *, overlaps: bool = True) -> Tra
     data = plan.degree("data") * experts
     mode, modules, by_layer = _recomputed(plan, graph)
     sharded = plan.optimizer_sharding != "none"
+    _, first, last = row_of_layers(plan)
     return TrainingConfig(
         devices=plan.devices,
         tp=tensor,
@@ -131,8 +145,8 @@ def config_of(plan: Plan, graph: OperatorGraph, *, overlaps: bool = True) -> Tra
         cp=plan.degree("context"),
         ep=experts * (tensor if whole else 1),
         etp=1 if whole else tensor,
-        num_layers=_count(plan),
-        layers=_uneven(layers_of_chunks(plan)),
+        num_layers=last - first + 1 if last >= first else None,
+        layers=uneven(layers_of_chunks(plan)),
         schedule=plan.schedule,
         micro_batch=plan.micro_batch,
         global_batch=plan.global_batch,
@@ -183,10 +197,13 @@ def _check_size(layers: int, chunks: int) -> None:
 
 
 PLAIN = TrainingConfig(
-    pp=1, vpp=1, schedule="none", layers=(), offload_optimizer=False, offload_parameters=False,
-    offload_activations=False, tensor_overlap=False, expert_overlap=False, tokens_once=False,
+    pp=1, vpp=1, schedule="none", layers=(), recompute_layers=(), recompute_count=0, offload_optimizer=False,
+    offload_parameters=False, offload_activations=False, tensor_overlap=False, expert_overlap=False, tokens_once=False,
 )  # fmt: skip
-"""One stage, nothing on the host, no message hidden or sent once a node: what formats without keys for these say."""
+"""One stage, one mode of recomputation, nothing on the host, no message hidden or sent once a node.
+
+That is what formats without keys for these say.
+"""
 
 
 def module_parts(config: TrainingConfig, first: str, layer: str, last: Sequence[str]) -> list[list[str]]:
@@ -203,17 +220,17 @@ def module_parts(config: TrainingConfig, first: str, layer: str, last: Sequence[
     return parts
 
 
-def layers_of_parts(parts: object, layer: str, key: str, source: str) -> tuple[int, ...]:
-    """Layers of each chunk whose modules are named, `layer` being how names of layers begin.
-
-    Raises
-    ------
-    InputError
-        `parts` is no list of lists.
-    """
+def stages_of_parts(schedule: str, parts: object, layer: str, key: str, pipeline: int, source: str) -> dict[str, Any]:
+    """Stages whose chunks name their modules, `layer` being how names of layers begin; InputError for other values."""
+    if pipeline == 1:
+        return {"schedule": "none", "vpp": 1, "layers": ()}
+    if parts is None:
+        return {"schedule": schedule, "vpp": 2 if schedule in LOOPED else 1, "layers": None}
     if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
         raise InputError(f"{source}: {key} is no list of lists; correct it")
-    return tuple(sum(str(name).startswith(layer) for name in part) for part in parts)
+    sizes = tuple(sum(str(name).startswith(layer) for name in part) for part in parts)
+    virtual = max(1, len(sizes) // pipeline)
+    return {"schedule": schedule, "vpp": virtual, "num_layers": sum(sizes), "layers": uneven(sizes)}
 
 
 def row_of_layers(plan: Plan) -> tuple[str, int, int]:
@@ -245,12 +262,8 @@ def layers_of_chunks(plan: Plan) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip(starts, [*starts[1:], last + 1], strict=True))
 
 
-def _count(plan: Plan) -> int | None:
-    _, first, last = row_of_layers(plan)
-    return last - first + 1 if last >= first else None
-
-
-def _uneven(layers: tuple[int, ...]) -> tuple[int, ...]:
+def uneven(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers of chunks; empty where all have as many."""
     return () if len(set(layers)) <= 1 else layers
 
 
@@ -268,9 +281,5 @@ def _recomputed(plan: Plan, graph: OperatorGraph) -> tuple[str, tuple[str, ...],
     if len(set(found)) > 1:
         return "mixed", (), found
     mode = found[0]
-    return mode, cheap_modules(graph) if mode == "selective" else (), ()
-
-
-def cheap_modules(graph: OperatorGraph) -> tuple[str, ...]:
-    """What selective recomputation of a plan computes again in the layers of a network, by Megatron-LM's names."""
-    return CHEAP_MODULES if experts_of(graph) else CHEAP_MODULES[:2]
+    cheap = CHEAP_MODULES if experts_of(graph) else CHEAP_MODULES[:2]
+    return mode, cheap if mode == "selective" else (), ()

@@ -6,7 +6,8 @@ Keys are those of ``configs/*/pretrain_*.yaml``. Chunks are given by the layers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -19,7 +20,7 @@ from planner.exchange.mindspore.layers import LayerSettings
 from planner.exchange.mindspore.mindformers import ALGORITHMS, PRECISIONS, Translated, translate
 from planner.exchange.mindspore.mindformers_keys import DEGREES, SCHEDULERS
 from planner.exchange.mindspore.requests import LEVELS, pins_of
-from planner.exchange.training_config import TrainingConfig, even_layers
+from planner.exchange.training_config import PLAIN, TrainingConfig, even_layers, uneven
 from planner.networks.mindformers_config import transformers_config
 from simulator.errors import InputError
 
@@ -48,19 +49,18 @@ KEYS: Mapping[str, str] = {
 def values(config: TrainingConfig) -> dict[str, Any]:
     """Keys with their values."""
     pipeline, count = config.pp or 1, config.micro_batches or 1
-    sharded = config.optimizer_sharding not in (None, "none")
     degrees = {"dp": config.dp, "tp": config.tp, "pp": pipeline, "cp": config.cp, "ep": config.ep}
     found: dict[str, Any] = {
         "use_parallel": True,
         "parallel.parallel_mode": 1,
-        "parallel.enable_parallel_optimizer": sharded,
+        "parallel.enable_parallel_optimizer": config.sharded,
         **{KEYS[name]: size or 1 for name, size in degrees.items()},
         KEYS["sequence_parallel"]: bool(config.sequence_parallel),
         "micro_batch_interleave_num": 1,
         KEYS["micro_batch"]: config.micro_batch,
         "runner_config.gradient_accumulation_steps": 1 if pipeline > 1 else count,
     }
-    if sharded:
+    if config.sharded:
         words = {name: word for word, name in LEVELS.items()}
         found[KEYS["optimizer_sharding"]] = words[str(config.optimizer_sharding)]
         found["parallel.parallel_optimizer_config.parallel_optimizer_threshold"] = 0
@@ -126,13 +126,7 @@ def write(config: TrainingConfig) -> Written:
 
 
 def read(text: str, source: str) -> ReadConfig:
-    """Read a training file.
-
-    Raises
-    ------
-    InputError
-        The file is no YAML mapping, or MindFormers does not take it.
-    """
+    """Read a training file."""
     raw = Document.yaml(text, source, "MindFormers")
     said = translate(raw.sections)
     if not said.configured:
@@ -154,7 +148,8 @@ def read(text: str, source: str) -> ReadConfig:
     else:
         layers = raw.optional(KEYS["num_layers"])
     plain = "none" if pp == 1 else "1f1b" if vpp == 1 else "interleaved_1f1b"
-    config = TrainingConfig(
+    config = replace(
+        PLAIN,
         devices=prod((dp, tp, pp, cp)),
         tp=tp,
         pp=pp,
@@ -172,12 +167,7 @@ def read(text: str, source: str) -> ReadConfig:
         shard_size=shard if shard < dp else 0,
         sequence_parallel=pins.get("sequence_parallel") == "true",
         context_algorithm=pins.get("context_algorithm", "ring") if cp > 1 else "none",
-        offload_optimizer=False,
-        offload_parameters=False,
         offload_activations=bool(said.layers.swaps),
-        tensor_overlap=False,
-        expert_overlap=False,
-        tokens_once=False,
         **_of_layers(said, layers, pp, vpp),
     )
     notes = (*(note for note in said.notes if not note.startswith("not read")), *_copies(pins))
@@ -195,11 +185,12 @@ def _of_layers(said: Translated, layers: int | None, stages: int, virtual: int) 
     mode = said.pins.get("recompute", "none")
     found: dict[str, Any] = {"layers": (), "recompute": mode, "recompute_layers": (), "recompute_count": 0}
     if layers is None:  # the file's network stands elsewhere: what chunks hold is not known
-        return {} if settings else found if virtual == 1 else {**found, "layers": None}
+        unknown: Iterable[str] = found if settings else ["layers"] if virtual > 1 else []
+        return {**found, **dict.fromkeys(unknown)}
     sizes: tuple[int, ...] = even_layers(layers, stages * virtual)
     if settings.offset:
         sizes = tuple(settings.layers_of_chunks(layers, stages, virtual))
-        found["layers"] = () if len(set(sizes)) <= 1 else sizes
+        found["layers"] = uneven(sizes)
     if settings.recomputes:
         modes = _modes(settings, list(sizes), stages)
         same = len(set(modes)) == 1
@@ -224,54 +215,28 @@ def rules(config: TrainingConfig) -> Iterator[Violation]:
     pipeline, virtual, modes = config.pp or 1, config.vpp or 1, config.recompute_layers or ()
     whole, ranks = (config.etp or 1) < (config.tp or 1), config.dp or 1
     if (config.ep or 1) > 1 and (config.tp or 1) > 1 and whole == ((config.ep or 1) <= ranks):
-        yield Violation(
-            key=KEYS["ep"],
-            value=str(config.ep),
-            rule=f"up to {ranks} data-parallel ranks cut experts over model-parallel ranks, more hold whole ones",
-            remedy=f"plan with --pin expert_cut={'width' if whole else 'whole'}",
-        )
+        rule = f"up to {ranks} data-parallel ranks cut experts over model-parallel ranks, more hold whole ones"
+        yield Violation(KEYS["ep"], str(config.ep), rule, f"plan with --pin expert_cut={'width' if whole else 'whole'}")
     if config.schedule == "zbv" and virtual != 2:
-        yield Violation(
-            key=KEYS["schedule"],
-            value="zero_bubble_v",
-            rule="it needs two chunks",
-            remedy="use pp_interleave_num 2",
-        )
+        yield Violation(KEYS["schedule"], "zero_bubble_v", "it needs two chunks", "use pp_interleave_num 2")
     if modes or config.layers or virtual > 1:
         if not config.num_layers:
             if config.layers is None and not modes:
                 return
-            yield Violation(
-                key=KEYS["num_layers"],
-                value="",
-                rule="stages have so many layers each, and the network is no row of layers",
-                remedy="plan with --pin pp=1 and one mode of recomputation",
-            )
+            rule = "stages have so many layers each, and the network is no row of layers"
+            yield Violation(KEYS["num_layers"], "", rule, "plan with --pin pp=1 and one mode of recomputation")
             return
         yield from empty_chunks(config, KEYS["layers"])
         sizes = _chunks(config)
         if config.num_layers % (pipeline * virtual) and not config.layers:
-            yield Violation(
-                key=KEYS["num_layers"],
-                value=str(config.num_layers),
-                rule=f"{pipeline} × {virtual} chunks must divide it",
-                remedy="give chunks their layers",
-            )
+            rule, remedy = f"{pipeline} × {virtual} chunks must divide it", "give chunks their layers"
+            yield Violation(KEYS["num_layers"], str(config.num_layers), rule, remedy)
         order = {"full": 0, "selective": 1, "none": 2}
         ends = list(accumulate(sizes, initial=0))
         parts = [[order[mode] for mode in modes[start:end]] for start, end in pairwise(ends)]
         if any(part != sorted(part) for part in parts):
-            yield Violation(
-                key=KEYS["recompute"],
-                value="",
-                rule="the first layers of a chunk compute again, whole before in part",
-                remedy="plan with --pin recompute=full, selective or none",
-            )
-
-
-def recognises(name: str, text: str) -> bool:
-    """Whether a file is a training file of MindFormers."""
-    return any(f"{name}:" in text for name in ("parallel_config", "recompute_config", "use_parallel"))
+            rule = "the first layers of a chunk compute again, whole before in part"
+            yield Violation(KEYS["recompute"], "", rule, "plan with --pin recompute=full, selective or none")
 
 
 MINDFORMERS = ExchangeFormat(
@@ -282,6 +247,8 @@ MINDFORMERS = ExchangeFormat(
     keys=KEYS,
     write=write,
     read=read,
-    recognises=recognises,
+    recognises=lambda name, text: any(
+        f"{key}:" in text for key in ("parallel_config", "recompute_config", "use_parallel")
+    ),
     rules=rules,
 )

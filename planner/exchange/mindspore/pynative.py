@@ -12,20 +12,19 @@ from dataclasses import replace
 from itertools import count, groupby
 from typing import Any
 
-import yaml
-
 from planner.exchange.formats import (
     ExchangeFormat,
     ReadConfig,
     Violation,
     Written,
+    apart_on_host,
     devices_of,
     divides,
     empty_chunks,
     unnamed_stages,
 )
-from planner.exchange.keyed import Document, nested
-from planner.exchange.training_config import MOST_LAYERS, PLAIN, TrainingConfig, even_layers
+from planner.exchange.keyed import Document, yaml_file
+from planner.exchange.training_config import MOST_LAYERS, PLAIN, TrainingConfig, even_layers, uneven
 from planner.networks.mindformers_config import transformers_config
 from simulator.errors import InputError
 
@@ -60,18 +59,17 @@ MODES: Mapping[str, str] = {"None": "none", "full": "full", "select": "selective
 LOCAL, LAYERS, MODEL = "training.local_batch_size", KEYS["layers"], "model.model_config.num_hidden_layers"
 
 
-def values(config: TrainingConfig) -> dict[str, Any]:
-    """Keys with their values."""
+def write(config: TrainingConfig) -> Written:
+    """The sections."""
     pipeline, virtual, micro = config.pp or 1, config.vpp or 1, config.micro_batch or 1
-    sharded = config.optimizer_sharding not in (None, "none")
     found: dict[str, Any] = {
         LOCAL: micro * (config.micro_batches or 1) if pipeline > 1 else micro,
         KEYS["global_batch"]: config.global_batch,
-        KEYS["shard_size"]: (config.shard_size or config.dp or 1) if sharded else 1,
+        KEYS["shard_size"]: config.shard,
         **{KEYS[name]: getattr(config, name) or 1 for name in DEGREES},
         KEYS["sequence_parallel"]: bool(config.sequence_parallel),
     }
-    if sharded:
+    if config.sharded:
         found[KEYS["optimizer_sharding"]] = "always" if config.optimizer_sharding == "zero3" else "never"
     if config.offload_optimizer:
         found[KEYS["offload_optimizer"]] = True
@@ -94,7 +92,9 @@ def values(config: TrainingConfig) -> dict[str, Any]:
     if modes:
         again = _ranges([number for number, mode in enumerate(modes) if mode == "full"])
         found |= {KEYS["recompute_layers"]: again.split(","), MODEL: len(modes)}
-    return found
+    return yaml_file(
+        f"A plan of Meshwright for MindFormers {VERSION}, PyNative trainer, on {config.devices} NPUs", found
+    )
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -107,20 +107,8 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows)
 
 
-def write(config: TrainingConfig) -> Written:
-    """The sections."""
-    head = f"# A plan of Meshwright for MindFormers {VERSION}, PyNative trainer, on {config.devices} NPUs\n"
-    return Written(text=head + yaml.safe_dump(nested(values(config)), sort_keys=False))
-
-
 def read(text: str, source: str) -> ReadConfig:
-    """Read the YAML file.
-
-    Raises
-    ------
-    InputError
-        The file is no YAML mapping, or a value is of a wrong type.
-    """
+    """Read the YAML file."""
     raw = Document.yaml(text, source, "MindFormers")
     found: dict[str, Any] = {name: raw.number(KEYS[name]) for name in DEGREES}
     pipeline = found["pp"]
@@ -173,8 +161,7 @@ def _stages(raw: Document, pipeline: int, source: str) -> dict[str, Any]:
             f"{source}: {LAYERS} = {given!r:.60} must give each of {pipeline} ranks the layers of {virtual} chunks"
         )
     sizes = tuple(row[chunk][1] - row[chunk][0] + 1 for chunk in range(virtual) for row in rows)
-    layers = () if len(set(sizes)) <= 1 else sizes
-    return {"schedule": schedule, "vpp": virtual, "num_layers": sum(sizes), "layers": layers}
+    return {"schedule": schedule, "vpp": virtual, "num_layers": sum(sizes), "layers": uneven(sizes)}
 
 
 def _spans(row: str, source: str) -> list[tuple[int, int]]:
@@ -200,46 +187,30 @@ def _recompute(raw: Document, layers: int | None, source: str) -> dict[str, Any]
         again = [any(first <= number <= last for first, last in spans) for number in range(layers)]
         if not all(again):
             mode, modes = "mixed", tuple("full" if one else "none" for one in again)
-    return {"recompute": mode, "recompute_layers": modes, "recompute_count": 0}
+    return {"recompute": mode, "recompute_layers": modes}
 
 
 def rules(config: TrainingConfig) -> Iterator[Violation]:
     """Rules of the PyNative trainer across fields."""
-    ranks, tensor, context = config.dp or 1, config.tp or 1, config.cp or 1
-    shard = (config.shard_size or ranks) if config.optimizer_sharding not in (None, "none") else 1
-    stage = shard * context * tensor
     if config.dp:
+        stage = config.shard * (config.cp or 1) * (config.tp or 1)
         what = "ranks of data_parallel_shard × context_parallel × tensor_parallel"
         yield from divides(KEYS["ep"], config.ep or 1, stage, what)
-    if config.dp and config.optimizer_sharding not in (None, "none") and shard == 1:
+    if config.dp and config.sharded and config.shard == 1:
         yield Violation(
-            key=KEYS["shard_size"],
-            value="1",
-            rule="one rank has nothing to share",
-            remedy="shard over two ranks or more, or leave it out",
+            KEYS["shard_size"], "1", "one rank has nothing to share", "shard over two ranks or more, or leave it out"
         )
-    if bool(config.offload_optimizer) != bool(config.offload_parameters):
-        yield Violation(
-            key=KEYS["offload_optimizer"],
-            value="",
-            rule="parameters and optimizer states go to the host together",
-            remedy="offload both or none",
-        )
+    yield from apart_on_host(config, KEYS["offload_optimizer"])
     looped, virtual = config.schedule == "interleaved_1f1b", config.vpp or 1
     if looped == (virtual == 1):
         yield Violation(
-            key=KEYS["vpp"],
-            value=str(virtual),
-            rule=f"the schedule {config.schedule} does not go with so many chunks",
-            remedy="use interleaved_1f1b with two chunks or more, and another with one",
+            KEYS["vpp"],
+            str(virtual),
+            f"the schedule {config.schedule} does not go with so many chunks",
+            "use interleaved_1f1b with two chunks or more, and another with one",
         )
     yield from unnamed_stages(config, LAYERS)
     yield from empty_chunks(config, LAYERS)
-
-
-def recognises(name: str, text: str) -> bool:
-    """Whether a file is one of the PyNative trainer."""
-    return "parallelism:" in text and any(f"  {key}:" in text for key in ("tensor_parallel", "data_parallel_shard"))
 
 
 MINDFORMERS_PYNATIVE = ExchangeFormat(
@@ -250,7 +221,9 @@ MINDFORMERS_PYNATIVE = ExchangeFormat(
     keys=KEYS,
     write=write,
     read=read,
-    recognises=recognises,
+    recognises=lambda name, text: (
+        "parallelism:" in text and any(f"  {key}:" in text for key in ("tensor_parallel", "data_parallel_shard"))
+    ),
     rules=rules,
     timed_as="mindformers",
 )
