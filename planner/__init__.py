@@ -17,10 +17,7 @@ if TYPE_CHECKING:
         reset_auto_parallel_context,
         set_auto_parallel_context,
     )
-    from planner.exchange.mindspore.entry import Planned
-    from planner.exchange.mindspore.pipeline import Pipeline
-    from planner.exchange.mindspore.running import execute
-    from planner.exchange.mindspore.shard import shard
+    from planner.exchange.mindspore.entry import Pipeline, Planned, execute, shard
     from planner.networks.marks import offload, recompute, set_comm_fusion, set_pipeline_stage
     from simulator.errors import ContextError, IgnoredKeyWarning
 
@@ -44,26 +41,17 @@ __all__ = [
     "shard",
 ]
 
-_CONTEXT = "planner.exchange.mindspore."
-_MODULES = {
-    "AutoParallel": _CONTEXT + "auto_parallel",
-    "plan": _CONTEXT + "auto_parallel",
-    "AutoParallelContext": _CONTEXT + "context",
-    "auto_parallel_context": _CONTEXT + "context",
-    "get_auto_parallel_context": _CONTEXT + "context",
-    "reset_auto_parallel_context": _CONTEXT + "context",
-    "set_auto_parallel_context": _CONTEXT + "context",
-    "Planned": _CONTEXT + "entry",
-    "Pipeline": _CONTEXT + "pipeline",
-    "execute": _CONTEXT + "running",
-    "shard": _CONTEXT + "shard",
-    "offload": "planner.networks.marks",
-    "recompute": "planner.networks.marks",
-    "set_comm_fusion": "planner.networks.marks",
-    "set_pipeline_stage": "planner.networks.marks",
-    "ContextError": "simulator.errors",
-    "IgnoredKeyWarning": "simulator.errors",
+_NAMES = {
+    "planner.exchange.mindspore.auto_parallel": ("AutoParallel", "plan"),
+    "planner.exchange.mindspore.context": (
+        *("AutoParallelContext", "auto_parallel_context"),
+        *("get_auto_parallel_context", "reset_auto_parallel_context", "set_auto_parallel_context"),
+    ),
+    "planner.exchange.mindspore.entry": ("Pipeline", "Planned", "execute", "shard"),
+    "planner.networks.marks": ("offload", "recompute", "set_comm_fusion", "set_pipeline_stage"),
+    "simulator.errors": ("ContextError", "IgnoredKeyWarning"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

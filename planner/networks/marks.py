@@ -131,7 +131,7 @@ def set_comm_fusion(module_or_parameter: Marked, fusion_type: int) -> Marked:
 
 
 def mark_cuts(module: Marked, cuts: OperatorCuts) -> Marked:
-    """Mark a module with the cuts of its operator (`planner.exchange.mindspore.shard`)."""
+    """Mark a module with the cuts of its operator (`planner.exchange.mindspore.entry`)."""
     return _mark(module, "shard", cuts=cuts)
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.exchange.mindspore.context import AutoParallelContext, current_context
-from planner.exchange.mindspore.entry import Planned, plan_under
-from planner.exchange.mindspore.pipeline import Pipeline
+from planner.exchange.mindspore.entry import Pipeline, Planned, plan_under
 from planner.exchange.mindspore.requests import check_agree
 from planner.networks.given import source_of
 from planner.networks.marks import Marks

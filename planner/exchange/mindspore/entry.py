@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 from planner.exchange.mindspore.context import AutoParallelContext
 from planner.exchange.mindspore.requests import request_of
 from planner.networks.given import source_of
-from simulator.errors import ContextError, InfeasibleError
+from planner.networks.marks import LARGEST_STAGE, Marks, mark_cuts
+from planner.sharding.cuts import OperatorCuts
+from simulator.checks import integer, strategy
+from simulator.errors import ContextError, InfeasibleError, InputError
 
 if TYPE_CHECKING:
+    from planner.execution.run import ExecutionReport
     from planner.graph.operator_graph import OperatorGraph
+    from planner.networks.given import Source
     from planner.networks.network import Network
     from planner.planning.planning import SearchResult
     from planner.planning.prediction import Prediction
@@ -155,3 +160,149 @@ def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:
                 f"{where} has {name}={getattr(found.exchange, name)!r}, and the context asks for {value!r}; plan again "
                 f"without the file, or leave out the key that asks for it"
             )
+
+
+class Pipeline:
+    """A network in micro-batches.
+
+    Parameters
+    ----------
+    network
+        As `planner.AutoParallel` takes it.
+    micro_size
+        Micro-batches of a step.
+    stage_config
+        Pipeline stage of modules by name, from 0 on. What lies between the last module of one stage and the first of
+        the next is cut where it costs least; stages may be uneven. Names are those of `named_modules`; the network
+        inside a cell with its loss may be called ``_backbone`` as well.
+    inputs, loss
+        As `planner.AutoParallel` takes them.
+
+    Raises
+    ------
+    ContextError
+        A number is wrong, or a name is no text.
+
+    Examples
+    --------
+    >>> Pipeline("zoo:mlp", 4, stage_config={"layers.0": 0, "layers.1": 1}).marks().stages
+    {'layers.0': 0, 'layers.1': 1}
+    """
+
+    def __init__(
+        self,
+        network: Any,
+        micro_size: int,
+        stage_config: Mapping[str, int] | None = None,
+        *,
+        inputs: Any = None,
+        loss: Any = None,
+    ) -> None:
+        self.source: Source = source_of(network, inputs, loss)
+        self.micro_size: int = integer(1)("micro_size", micro_size)
+        self.stage_config = _checked(stage_config)
+
+    def marks(self) -> Marks:
+        """The stages as marks."""
+        return Marks(stages=self.stage_config)
+
+
+def _checked(given: Any) -> dict[str, int]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not given:
+        raise ContextError(
+            f"stage_config={given!r}: it must map names of modules to stages, for example {{'layer1': 0, 'layer2': 1}}"
+        )
+    for name in given:
+        if not isinstance(name, str) or not name:
+            raise ContextError(f"stage_config has {name!r} for the name of a module; write it as text")
+    return {name: integer(0, LARGEST_STAGE)(f"stage_config[{name!r}]", stage) for name, stage in given.items()}
+
+
+def execute(
+    plan: Planned | str | Path, *, monitor: Callable[[int, float], None] | None = None, **options: Any
+) -> ExecutionReport:
+    """Train a network as a plan says, on local processes or in the job that started this process.
+
+    Parameters
+    ----------
+    plan
+        What `planner.plan` found, or a strategy file.
+    monitor
+        Told the number of each step, from 0, and its loss while training goes on
+        (`planner.execution.launch.progress.loss_monitor` writes lines).
+    options
+        As `planner.execution.options.ExecuteOptions` has them: ``steps``, ``verify``, ``precision``, ``data``, ….
+
+    Raises
+    ------
+    InputError
+        There is no such option, or an option, the plan or the data do not fit.
+    ExecutionError
+        A rank failed, or with ``verify`` the losses differ from those of one process.
+    """
+    from dataclasses import fields
+
+    from planner.execution.options import ExecuteOptions
+    from planner.execution.run import execute_plan
+    from planner.plans.file import read_plan
+
+    known = [one.name for one in fields(ExecuteOptions) if one.name != "strategy"]
+    for name in options:
+        if name not in known:
+            raise InputError(f"execute has no option {name!r}; it has {', '.join(known)}")
+    found = plan.plan if isinstance(plan, Planned) else read_plan(plan)
+    source = plan.plan.network if isinstance(plan, Planned) else plan
+    return execute_plan(found, ExecuteOptions(strategy=source, **options), monitor=monitor)
+
+
+def shard(
+    module_or_call: Any,
+    in_strategy: tuple[tuple[int, ...], ...],
+    out_strategy: tuple[tuple[int, ...], ...] | None = None,
+) -> Any:
+    """Say how the operator of a module, or of a call, is sharded.
+
+    Parameters
+    ----------
+    module_or_call
+        A module with one operator of weight, such as `torch.nn.Linear`, or one operator at all, such as
+        `torch.nn.ReLU`; or a function of tensors, such as `torch.matmul`.
+    in_strategy
+        One tuple a tensor, in how many parts each of its dims is cut: what the module is called with, then its
+        parameters as they are stored (the weight of a Linear is (out, in)); biases may be left out. Devices beyond the
+        product of a tuple repeat the work.
+    out_strategy
+        The same of what comes out, where that is not clear.
+
+    Returns
+    -------
+    The module; or for a function a module that calls it, which has to be an attribute of the network.
+
+    Raises
+    ------
+    ContextError
+        A strategy is not written so. Shapes and devices are checked when the network is planned.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> layer = shard(nn.Linear(16, 32), in_strategy=((2, 1), (4, 1)))
+    >>> type(layer).__name__
+    'Linear'
+    """
+    cuts = OperatorCuts(
+        inputs=strategy("in_strategy", in_strategy),
+        outputs=() if out_strategy is None else strategy("out_strategy", out_strategy),
+    )
+    if callable(getattr(module_or_call, "named_modules", None)) and not isinstance(module_or_call, type):
+        return mark_cuts(module_or_call, cuts)
+    if not callable(module_or_call) or isinstance(module_or_call, type):
+        raise ContextError(
+            f"shard({module_or_call!r:.60}, …): {type(module_or_call).__name__} is neither a torch.nn.Module nor a "
+            "function of tensors; give one of them"
+        )
+    from planner.networks.sharded_call import ShardedCall
+
+    return mark_cuts(ShardedCall(module_or_call), cuts)

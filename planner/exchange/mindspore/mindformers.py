@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.exchange.mindspore.context import AutoParallelContext
-from planner.exchange.mindspore.exchange import exchange_of
-from planner.exchange.mindspore.keys import KEYS
+from planner.exchange.mindspore.context import KEYS, AutoParallelContext
 from planner.exchange.mindspore.layers import LayerSettings, layer_settings, said_by_layer
 from planner.exchange.mindspore.mindformers_keys import (
     DEGREES,
@@ -26,7 +24,7 @@ from planner.exchange.mindspore.mindformers_keys import (
     SECTIONS,
     SPLITTING,
 )
-from planner.exchange.mindspore.requests import pins_of, searched_mode
+from planner.exchange.mindspore.requests import exchange_of, pins_of, searched_mode
 from planner.networks.mindformers_config import transformers_config
 from planner.plans.exchange import Exchange
 from simulator.checks import Check, boolean, choice, integer, unknown

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import AutoParallelContext, ContextError, IgnoredKeyWarning
-from planner.exchange.mindspore.keys import KEYS, OLDER_NAMES
+from planner.exchange.mindspore.context import KEYS, OLDER_NAMES
 from planner.plans.request import PARALLEL_MODES, SEARCH_MODES
 
 DEFAULTS: dict[str, Any] = {

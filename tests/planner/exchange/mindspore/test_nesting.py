@@ -70,7 +70,7 @@ def test_importing_is_light_and_sets_nothing() -> None:
         "import sys, planner\n"
         "heavy = {'torch', 'numpy', 'pydantic', 'yaml', 'networkx', 'pandas', 'scipy'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "from planner.exchange.mindspore.keys import KEYS\n"
+        "from planner.exchange.mindspore.context import KEYS\n"
         "assert all(planner.get_auto_parallel_context(name) == key.default for name, key in KEYS.items())\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planner import AutoParallelContext, ContextError
-from planner.exchange.mindspore.keys import KEYS
+from planner.exchange.mindspore.context import KEYS
 from planner.exchange.mindspore.requests import DATA_ONLY, request_of
 from planner.plans.pins import FREE, Pins
 from planner.plans.request import PlanRequest, checked_pins
