@@ -25,8 +25,8 @@ from scipy.optimize import linprog
 
 from planner.cost.memory.device import training_memory
 from planner.published.measurement_file import FileRow, read_rows
-from planner.published.memory_kinds import figure_of
 from planner.published.reading import measured_row
+from planner.published.reading_memory import figure_of
 
 FloatArray = npt.NDArray[np.float64]
 _GIB = 2**30

@@ -716,8 +716,7 @@ def load(path: str | PathLike[str]) -> PlanResult:
     """
     from pathlib import Path
 
-    from planner.plans.alternatives import alternative_file
-    from planner.plans.file import read_plan
+    from planner.plans.file import alternative_file, read_plan
 
     files = [Path(path)]
     while (following := alternative_file(files[0], len(files) + 1)).is_file():

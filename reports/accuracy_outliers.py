@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from planner.published.aims import FUNCTIONAL
+from planner.published.metrics import ScoredRow
 from planner.published.outliers import Outlier, outliers
-from planner.published.results import ScoredRow
 from reports import page
 from reports.page import Cell, Html
 

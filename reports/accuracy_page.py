@@ -24,10 +24,8 @@ from planner.published.aims import (
     metrics_of,
 )
 from planner.published.baselines import ROOFLINE, UTILISATION, baseline_errors
-from planner.published.memory_doubts import DOUBTS
-from planner.published.metrics import metrics_of_rows
-from planner.published.predictions import prediction_lines
-from planner.published.results import Accuracy, AccuracyResult, Metrics, ScoredRow
+from planner.published.metrics import Accuracy, AccuracyResult, Metrics, ScoredRow, metrics_of_rows
+from planner.published.predictions import DOUBTS, prediction_lines
 from reports import accuracy_plots, page
 from reports.accuracy_outliers import memory_outliers, some, time_outliers, wrapped
 from reports.page import Cell, Html

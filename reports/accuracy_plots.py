@@ -15,7 +15,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFormatter
 
-from planner.published.results import Accuracy, ScoredRow
+from planner.published.metrics import Accuracy, ScoredRow
 from reports.page import PALETTE
 from simulator.quantities import GIB, seconds_text
 

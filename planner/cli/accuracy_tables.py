@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cli.tables import plain_table
-from planner.published.results import Accuracy, AccuracyResult, Metrics
+from planner.published.metrics import Accuracy, AccuracyResult, Metrics
 from simulator.quantities import percent_text
 
 _SOURCE_WIDTH = 34

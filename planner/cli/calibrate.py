@@ -179,8 +179,7 @@ def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: P
 
 def _fit_steps(terminal: Terminal, files: list[Path], folder: Path) -> list[Path]:
     """Fit what whole training steps leave open to profiles as they now stand."""
-    from planner.published.calibrating import calibrate_steps, planned_folds
-    from planner.published.calibration_files import write_calibration
+    from planner.published.calibrating import calibrate_steps, planned_folds, write_calibration
     from planner.published.reading import read_measurements
 
     rows = [row for file in files for row in read_measurements(file)]

@@ -174,8 +174,7 @@ def _finish(
 ) -> None:
     """Write the best plan, and with `several` those behind it, and show them."""
     from planner.planning.documents import prediction_document, result_document
-    from planner.plans.alternatives import write_alternatives
-    from planner.plans.file import write_plan
+    from planner.plans.file import write_alternatives, write_plan
     from simulator.errors import InfeasibleError
     from simulator.profiles import load_profile
 

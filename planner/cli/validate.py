@@ -16,8 +16,8 @@ from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
+    from planner.published.metrics import AccuracyResult, Metrics, ScoredRow
     from planner.published.reading import MeasuredRow
-    from planner.published.results import AccuracyResult, Metrics, ScoredRow
 
 _SHOWN_FAULTS = 20
 
@@ -56,10 +56,9 @@ def validate(
     Every row gets a status: ok, skipped (the reason says which fact is missing) or error (the row is wrong: the
     reason names file, line and column).
     """
-    from planner.published.metrics import accuracy_of
+    from planner.published.metrics import AccuracyResult, accuracy_of
     from planner.published.predictions import prediction_lines
     from planner.published.reading import read_measurements
-    from planner.published.results import AccuracyResult
     from simulator.whole_file import write_whole
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
@@ -84,8 +83,7 @@ def validate(
 
 def _planned(terminal: Terminal, rows: list[MeasuredRow], commands: Path | None) -> list[ScoredRow]:
     """Every row predicted by its pinned plan, whose commands are written into a file where one is named."""
-    from planner.published.commands import command_lines
-    from planner.published.planned import predict_planned
+    from planner.published.planned import command_lines, predict_planned
     from planner.published.predictions import score
     from simulator.whole_file import write_whole
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks.marks import Swap
 from planner.plans import mindspore
-from planner.plans.consistency import check_consistent, data_sharding
 from planner.plans.exchange import Exchange
 from planner.plans.plan import (
     Certificate,
@@ -31,13 +32,23 @@ from planner.plans.plan import (
     Status,
     to_digits,
 )
-from planner.plans.rule_text import rule_from_text, rule_to_text
-from planner.plans.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel, StrategyModel, validate
-from planner.sharding.placement import Mesh, MeshAxis
+from planner.plans.schema import (
+    FORMAT,
+    VERSION,
+    ExchangeModel,
+    PlacementsModel,
+    StrategyModel,
+    check_consistent,
+    data_sharding,
+    validate,
+)
+from planner.sharding.placement import Mesh, MeshAxis, parse_placement, placement_name
+from planner.sharding.rules import InnerMessage, Rule
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import is_profile_path
 from simulator.input_file import FileKind
 from simulator.profiles import split_cluster_file
+from simulator.program import Collective
 from simulator.whole_file import write_whole
 
 STRATEGY = FileKind(
@@ -340,3 +351,134 @@ def _rounded(value: object) -> object:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return to_digits(value) if isinstance(value, float) else value
+
+
+def alternative_file(strategy: str | Path, number: int) -> Path:
+    """Where the plan of a rank stands; 1 is the strategy file itself.
+
+    >>> alternative_file("plans/gpt.json", 3).as_posix()
+    'plans/gpt.3.json'
+    """
+    path = Path(strategy)
+    return path if number == 1 else path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def write_alternatives(strategy: str | Path, plans: Sequence[tuple[Plan, Mapping[str, object]]]) -> tuple[Path, ...]:
+    """Write the plans behind the best one, each with its prediction, in the order of their ranks from 2.
+
+    Nothing is written beside a pipe or a device.
+    """
+    if Path(strategy).exists() and not Path(strategy).is_file():
+        return ()
+    return tuple(
+        write_plan(plan, alternative_file(strategy, number), prediction)
+        for number, (plan, prediction) in enumerate(plans, 2)
+    )
+
+
+def alternative_files(strategy: str | Path, top: int) -> tuple[Path, ...]:
+    """The files of the best `top` plans.
+
+    Raises
+    ------
+    InputError
+        There are fewer.
+    """
+    found = tuple(alternative_file(strategy, number) for number in range(1, top + 1))
+    missing = next((number for number, path in enumerate(found, 1) if number > 1 and not path.is_file()), None)
+    if missing is not None:
+        raise InputError(
+            f"{str(found[missing - 1])!r}, the plan of rank {missing}, does not exist: {missing - 1} of {top} plans "
+            f"are there; write them with `meshwright plan … --top {top} --out {found[0]}`, or take --top {missing - 1}"
+        )
+    return found
+
+
+_ARROW = " -> "
+_NOTHING = "()"
+_RULE = re.compile(
+    r"(?:([^;>]+) -> )?([^;>]+?)(; (?:split|whole) work)?(?:; reduces ([1-9][0-9]{0,15}))?((?:; [a-z_]+ of [^;]+)*)"
+)
+_MESSAGE = re.compile(
+    r"([a-z_]+) of (?:tensors ([0-9]{1,3}(?:\+[0-9]{1,3})*))?(?: and )?(?:([1-9][0-9]{0,15}) numbers)?"
+    r"(?: / ([1-9][0-9]{0,8}))?( in turns)?( beside)?( uncut)?"
+)
+
+
+def rule_to_text(rule: Rule) -> str:
+    """Write a rule as one line.
+
+    >>> rule_to_text(Rule((0, -1), (0,), splits_work=True))
+    'S(0), R -> S(0)'
+    >>> rule_to_text(Rule((0, -1), (0, -1), splits_work=True, reduced_elements=128))
+    'S(0), R -> S(0), R; reduces 128'
+    """
+    text = _side(rule.inputs) + _ARROW + _side(rule.outputs) if rule.inputs else _side(rule.outputs)
+    if rule.splits_work != _splits_by_default(rule.inputs, rule.outputs):
+        text += "; split work" if rule.splits_work else "; whole work"
+    if rule.reduced_elements:
+        text += f"; reduces {rule.reduced_elements}"
+    return text + "".join(f"; {message_to_text(message)}" for message in rule.messages)
+
+
+def message_to_text(message: InnerMessage) -> str:
+    """Write a collective inside an operator.
+
+    >>> message_to_text(InnerMessage(Collective.SEND, tensors=(1, 2), circulating=True, overlapped=True))
+    'send of tensors 1+2 in turns beside'
+    """
+    parts = [f"tensors {'+'.join(map(str, message.tensors))}"] if message.tensors else []
+    parts += [f"{message.elements} numbers"] if message.elements else []
+    text = f"{message.collective.value} of {' and '.join(parts)}"
+    text += f" / {message.divisor}" if message.divisor != 1 else ""
+    return text + " in turns" * message.circulating + " beside" * message.overlapped + " uncut" * message.uncut
+
+
+def _message_from_text(text: str) -> InnerMessage:
+    match = _MESSAGE.fullmatch(text)
+    names = {collective.value: collective for collective in Collective}
+    if (
+        match is None
+        or match[1] not in names
+        or not (match[2] or match[3])
+        or (" and " in text) != bool(match[2] and match[3])
+    ):
+        raise InputError(f"message {text!r} does not read like 'send of tensors 1+2 in turns beside'; correct it")
+    return InnerMessage(
+        names[match[1]],
+        elements=int(match[3] or 0),
+        tensors=tuple(map(int, match[2].split("+"))) if match[2] else (),
+        divisor=int(match[4] or 1),
+        circulating=match[5] is not None,
+        overlapped=match[6] is not None,
+        uncut=match[7] is not None,
+    )
+
+
+@lru_cache(maxsize=65536)
+def rule_from_text(text: str) -> Rule:
+    """Read what `rule_to_text` wrote.
+
+    >>> rule_from_text("S(0), R -> S(0); reduces 128")
+    Rule(inputs=(0, -1), outputs=(0,), splits_work=True, reduced_elements=128)
+    """
+    match = _RULE.fullmatch(text)
+    if match is None:
+        raise InputError(f"rule {text!r} does not read like 'S(0), R -> S(0)'; correct it")
+    inputs, outputs = _placements_of(match[1] or _NOTHING), _placements_of(match[2])
+    default = _splits_by_default(inputs, outputs)
+    messages = tuple(_message_from_text(part) for part in match[5].split("; ")[1:])
+    splits = default if match[3] is None else match[3] == "; split work"
+    return Rule(inputs, outputs, splits_work=splits, reduced_elements=int(match[4] or 0), messages=messages)
+
+
+def _side(placements: Iterable[int]) -> str:
+    return ", ".join(placement_name(p) for p in placements) or _NOTHING
+
+
+def _placements_of(side: str) -> tuple[int, ...]:
+    return () if side == _NOTHING else tuple(parse_placement(item) for item in side.split(", "))
+
+
+def _splits_by_default(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+    return bool(inputs) and any(p >= 0 for p in (*inputs, *outputs))

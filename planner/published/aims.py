@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from planner.cost.stacks import family_of
 from planner.cost.training_run import LayeredNetwork, OptimizerSharding, TrainingRun
-from planner.published.results import Accuracy, Metrics
+from planner.published.metrics import Accuracy, Metrics
 
 EVERYTHING = "all rows"
 ALL_TRANSFORMERS = "all transformers"

@@ -17,7 +17,7 @@ from planner.cost.memory.parameters import parameter_count
 from planner.cost.training_run import LayeredNetwork, TrainingRun, TransformerShape
 from planner.plans.request import PRECISIONS
 from planner.published.aims import FUNCTIONAL
-from planner.published.results import ScoredRow
+from planner.published.metrics import ScoredRow
 
 UTILISATION, ROOFLINE = "6·N·D at one utilisation a device", "roofline"
 _ACTIVATION_BYTES = 34.0

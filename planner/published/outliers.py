@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.published.aims import FUNCTIONAL
-from planner.published.results import ScoredRow
+from planner.published.metrics import ScoredRow
 
 SHORT_STEP_S = 0.1
 FEW_ROWS = 4

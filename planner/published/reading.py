@@ -16,9 +16,8 @@ from planner.cost.training_run import (
     TransformerShape,
 )
 from planner.published.measurement_file import FileRow, read_rows
-from planner.published.memory_kinds import says_no_figure
 from planner.published.reading_hardware import hardware_for
-from planner.published.reading_memory import stated_memory_gib
+from planner.published.reading_memory import says_no_figure, stated_memory_gib
 from planner.published.reading_network import MissingFactError, is_transformer, read_network
 from planner.published.reading_plan import read_setup
 from planner.published.reading_setup import SIMULATORS_DEFAULT, release

@@ -43,11 +43,10 @@ from planner.execution.data.token_files import read_tokens
 from planner.graph import cache
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
-from planner.plans.file import plan_to_text, read_strategy
+from planner.plans.file import plan_to_text, read_strategy, rule_from_text
 from planner.plans.hints import load_hints
 from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest, checked_pins
-from planner.plans.rule_text import rule_from_text
 from planner.published.measurement_file import read_rows
 from planner.what_if.journal import read as read_journal
 from reports.served import Served, State, server

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.published.aims import ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, TRANSFORMERS
-from planner.published.metrics import accuracy_of
-from planner.published.results import AccuracyResult, ScoredRow
+from planner.published.metrics import AccuracyResult, ScoredRow, accuracy_of
 
 SOURCES = (
     ("Megatron papers (SC21)", TRANSFORMERS, "NVIDIA A100-SXM4-80GB", 0.04),

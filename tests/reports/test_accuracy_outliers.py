@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 from planner.published.aims import FUNCTIONAL
-from planner.published.memory_doubts import MISSING_FACT
-from planner.published.results import ScoredRow
+from planner.published.metrics import ScoredRow
+from planner.published.predictions import MISSING_FACT
 from reports.accuracy_outliers import memory_outliers, time_outliers
 from reports.page import Html
 

@@ -12,9 +12,8 @@ import pytest
 
 from planner.published.aims import AIMS, EVERYTHING, FUNCTIONAL, metrics_of
 from planner.published.baselines import ROOFLINE, UTILISATION
-from planner.published.metrics import accuracy_of
+from planner.published.metrics import AccuracyResult, ScoredRow, accuracy_of
 from planner.published.outliers import outliers
-from planner.published.results import AccuracyResult, ScoredRow
 from reports.accuracy_page import FITTED, LEFT_OUT, accuracy_page, write_accuracy_report
 from tests.reports.scored_rows import SOURCES, made_up_result
 from tests.reports.test_pages import outline

@@ -20,8 +20,7 @@ from scipy.stats import kendalltau
 from planner.execution.options import ExecuteOptions
 from planner.execution.run import ExecutionReport, execute_plan
 from planner.graph.cache import code_digest
-from planner.plans.alternatives import alternative_files
-from planner.plans.file import plan_to_text, read_plan
+from planner.plans.file import alternative_files, plan_to_text, read_plan
 from planner.plans.plan import Plan
 from simulator.errors import InputError, MeshwrightError
 from simulator.input_file import FileKind

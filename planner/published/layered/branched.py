@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from planner.cost.training_run import LayeredNetwork
 from planner.published.layered.builder import NetworkBuilder
-from planner.published.layered.residual import CLASSES, DEPTHS, ResidualForm, basic_block, bottleneck
+from planner.published.layered.residual import CLASSES, DEPTHS, ResidualForm, basic_block, bottleneck, stem
 
 Kernels = int | tuple[int, int]
 Branch = Sequence[tuple[int, Kernels] | tuple[int, Kernels, int]]
@@ -14,7 +14,7 @@ VALID = 0
 DENSENET_BLOCKS = {121: (6, 12, 24, 16), 161: (6, 12, 36, 24), 169: (6, 12, 32, 32), 201: (6, 12, 48, 32)}
 
 
-def densenet(name: str, depth: int, side: int) -> LayeredNetwork:
+def densenet(name: str, side: int, depth: int) -> LayeredNetwork:
     """DenseNet (arXiv:1608.06993): every layer reads the outputs of all before it in its block."""
     growth = 48 if depth == 161 else 32
     net = NetworkBuilder(3, side, side).unit(2 * growth, 7, 2).pool(3, 2)
@@ -26,8 +26,7 @@ def densenet(name: str, depth: int, side: int) -> LayeredNetwork:
         net.norm().relu()
         if stage < len(blocks) - 1:
             net.convolution(net.channels // 2, 1).pool(2, 2, VALID)
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def googlenet(name: str, side: int) -> LayeredNetwork:
@@ -60,8 +59,7 @@ def googlenet(name: str, side: int) -> LayeredNetwork:
                 for channels, kernel in branch:
                     net.convolution(channels, kernel, bias=True).relu()
         net.concatenate(one + three + five + pooled)
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def mixed(net: NetworkBuilder, *branches: Branch, pooled: int = 0, stride: int = 1, padding: int | None = None) -> None:
@@ -112,8 +110,7 @@ def inception_v3(name: str, side: int) -> LayeredNetwork:
     for _ in range(2):
         split = (384, (1, 3), (3, 1))
         mixed(net, ((320, 1),), ((384, 1), split), ((448, 1), (384, 3), split), pooled=192)  # type: ignore[arg-type]
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def inception_v4(name: str, side: int) -> LayeredNetwork:
@@ -137,8 +134,7 @@ def inception_v4(name: str, side: int) -> LayeredNetwork:
         split = (256, (1, 3), (3, 1))
         long = ((384, 1), (448, (3, 1)), (512, (1, 3)), split)  # type: ignore[assignment]
         mixed(net, ((256, 1),), ((384, 1), split), long, pooled=256)  # type: ignore[arg-type]
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def xception(name: str, side: int) -> LayeredNetwork:
@@ -156,8 +152,7 @@ def xception(name: str, side: int) -> LayeredNetwork:
         net.add()
     for wide in (1536, 2048):
         net.convolution(net.channels, 3, groups=net.channels).unit(wide, 1)
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def dual_path(name: str, side: int) -> LayeredNetwork:
@@ -174,11 +169,10 @@ def dual_path(name: str, side: int) -> LayeredNetwork:
             net.norm().relu().convolution(inner, 1).norm().relu().convolution(inner, 3, stride, groups=32)
             net.norm().relu().convolution(width + increment, 1).become(width).add()
             net.concatenate(width + 3 * increment if not index else before + increment)
-    net.norm().relu().global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.norm().relu().global_pool().linear(CLASSES).finish(name)
 
 
-def resnest(name: str, depth: int, side: int) -> LayeredNetwork:
+def resnest(name: str, side: int, depth: int) -> LayeredNetwork:
     """ResNeSt of radix 2 (arXiv:2004.08955): the middle convolution is two, weighted by channel."""
     net = NetworkBuilder(3, side, side)
     wide = 32 if depth == 50 else 64
@@ -200,8 +194,7 @@ def resnest(name: str, depth: int, side: int) -> LayeredNetwork:
             if stride > 1:
                 net.pool(3, 2)
             net.unit(4 * channels, 1, activation="").add().relu()
-    net.global_pool().linear(CLASSES)
-    return net.finish(name, "augmented image")
+    return net.global_pool().linear(CLASSES).finish(name, "augmented image")
 
 
 def hrnet(name: str, side: int, width: int) -> LayeredNetwork:
@@ -254,3 +247,119 @@ def _exchange(net: NetworkBuilder, widths: Sequence[int], sizes: Sequence[int]) 
             if source:
                 net.become(channels, sizes[target], sizes[target]).add()
         net.relu()
+
+
+UNET_WIDTHS = (64, 128, 256, 512, 1024)
+
+
+def unet(name: str, side: int, *, example: bool = False) -> LayeredNetwork:
+    """U-Net (arXiv:1505.04597): two unpadded convolutions a level.
+
+    In NVIDIA's ``example`` the transposed convolutions have windows of 3 x 3 and a ReLU, and the lowest level drops
+    out (``TensorFlow*/Segmentation/UNet_Medical/model/layers.py``).
+    """
+    net = NetworkBuilder(1, side, side)
+    for level, channels in enumerate(UNET_WIDTHS):
+        if level:
+            net.pool(2, 2, 0)
+        _two_convolutions(net, channels, 0)
+    if example:
+        net.dropout()
+    for channels in reversed(UNET_WIDTHS[:-1]):
+        net.transposed(channels, 3 if example else 2)
+        if example:
+            net.relu()
+        net.concatenate(2 * channels)
+        _two_convolutions(net, channels, 0)
+    return net.convolution(2, 1, bias=True).finish(name, "small image")
+
+
+def _two_convolutions(net: NetworkBuilder, channels: int, padding: int | None) -> None:
+    for _ in range(2):
+        net.convolution(channels, 3, bias=True, padding=padding).relu()
+
+
+def industrial_unet(name: str, side: int) -> LayeredNetwork:
+    """The U-Net of 1.8 million weights of NVIDIA's examples, which enlarges by copying and a convolution of 2 x 2.
+
+    (``tinyUNet`` of ``TensorFlow/Segmentation/UNet_Industrial/model/unet.py``.)
+    """
+    net = NetworkBuilder(1, side, side)
+    skipped = (32, 32, 64, 128)
+    for channels in skipped:
+        _two_convolutions(net, channels, None)
+        net.pool(2, 2, 0)
+    _two_convolutions(net, 256, None)
+    _enlarged(net, 128)
+    for channels, skip in zip((128, 64, 32), reversed(skipped), strict=False):
+        net.concatenate(net.channels + skip)
+        net.convolution(channels, 3, bias=True).relu().convolution(channels // 2, 3, bias=True).relu()
+        _enlarged(net, channels // 2)
+    net.concatenate(net.channels + skipped[0])
+    _two_convolutions(net, 32, None)
+    return net.convolution(1, 1, bias=True).finish(name, "small image")
+
+
+def _enlarged(net: NetworkBuilder, channels: int) -> None:
+    """The tensor copied to twice its side, then a convolution of 2 x 2 that keeps it."""
+    size = net.upsample().size
+    net.convolution(channels, 2, bias=True).become(channels, *size).relu()
+
+
+def volume_unet(name: str, side: int, widths: Sequence[int], classes: int = 4, inputs: int = 4) -> LayeredNetwork:
+    """U-Net for volumes (nnU-Net, arXiv:1809.10486): strided convolutions down, instance norms.
+
+    The last convolution has windows of three voxels each way, as in
+    ``TensorFlow/Segmentation/UNet_3D_Medical/model/layers.py`` of NVIDIA's examples.
+    """
+    net = NetworkBuilder(inputs, side, side, side)
+    for level, channels in enumerate(widths):
+        net.unit(channels, 3, 2 if level else 1).unit(channels)
+    for channels in reversed(widths[:-1]):
+        net.transposed(channels).concatenate(2 * channels)
+        net.unit(channels).unit(channels)
+    return net.convolution(classes, 3, bias=True).softmax().finish(name, "volume")
+
+
+def vnet(name: str, side: int, widths: Sequence[int] = (16, 32, 64, 128), classes: int = 3) -> LayeredNetwork:
+    """V-Net (arXiv:1606.04797) with 3x3x3 kernels: residual levels joined by strided convolutions.
+
+    On the way up a level keeps the width of what it concatenates, and the last has one convolution, as in
+    ``TensorFlow/Segmentation/VNet/model/layers.py`` of NVIDIA's examples.
+    """
+    net = NetworkBuilder(1, side, side, side).unit(widths[0]).add()
+    for channels in widths[1:]:
+        net.unit(channels, 2, 2, padding=0)
+        _residual_level(net, channels)
+    for channels in reversed(widths[1:-1]):
+        net.transposed(channels).norm().relu().concatenate(2 * channels)
+        _residual_level(net, 2 * channels)
+    return net.transposed(widths[0]).norm().relu().convolution(classes, 3, bias=True).finish(name, "small volume")
+
+
+def _residual_level(net: NetworkBuilder, channels: int) -> None:
+    for _ in range(3):
+        net.unit(channels)
+    net.add()
+
+
+def deeplab(name: str, side: int, *, decoder: bool) -> LayeredNetwork:
+    """DeepLab v3 (arXiv:1706.05587) on ResNet-101 at a sixteenth of the side, or v3+ with its decoder."""
+    net = NetworkBuilder(3, side, side)
+    form = ResidualForm()
+    stem(net, form)
+    low = net.size
+    for stage, blocks in enumerate(DEPTHS[101]):
+        for index in range(blocks):
+            bottleneck(net, 64 * 2**stage, 2 if stage in (1, 2) and not index else 1, form)
+    for kernel, dilation in ((1, 1), (3, 6), (3, 12), (3, 18)):
+        with net.branch():
+            net.unit(256, kernel, dilation=dilation)
+    with net.branch():
+        net.become(net.channels, 1, 1).unit(256, 1)
+    net.become(5 * 256).concatenate(5 * 256).unit(256, 1)
+    if decoder:
+        with net.branch():
+            net.become(256, *low).unit(48, 1)
+        net.upsample(4).concatenate(304).unit(256).unit(256)
+    return net.convolution(21, 1, bias=True).upsample(4 if decoder else 16).finish(name, "annotated image")

@@ -56,9 +56,8 @@ class NetworkBuilder:
 
     def finish(self, name: str, sample: str = "image", units: float = 1.0, area: float = 1.0) -> LayeredNetwork:
         """The network written so far."""
-        layers = tuple(self.layers)
         return LayeredNetwork(
-            name=name, layers=layers, parameters=self.parameters, sample=sample, units=units, area=area,
+            name=name, layers=tuple(self.layers), parameters=self.parameters, sample=sample, units=units, area=area,
             gates=self.gates,
         )  # fmt: skip
 
@@ -95,16 +94,8 @@ class NetworkBuilder:
         self.gates += self.channels + channels if self.positions == 1 else 0
         self.channels = channels
         self.size = self._strided(kernels, self._per_dimension(stride), padding, dilation)
-        self._append(
-            Kernel.CONVOLUTION,
-            flops=2.0 * self.positions * channels * k,
-            elements_moved=before + self.elements,
-            weights=channels * k,
-            saved=saved,
-            m=self.positions,
-            n=channels,
-            k=k,
-            groups=groups,
+        self._product(
+            Kernel.CONVOLUTION, before + self.elements, self.positions, channels, k, saved=saved, groups=groups
         )
         return self._biased() if bias else self
 
@@ -115,16 +106,7 @@ class NetworkBuilder:
         area = kernel ** len(self.size)
         self.channels = channels
         self.size = tuple(side * stride for side in self.size)
-        self._append(
-            Kernel.CONVOLUTION,
-            flops=2.0 * m * inputs * channels * area,
-            elements_moved=before + self.elements,
-            weights=inputs * channels * area,
-            saved=saved,
-            m=m,
-            n=channels * area,
-            k=inputs,
-        )
+        self._product(Kernel.CONVOLUTION, before + self.elements, m, channels * area, inputs, saved=saved)
         return self._biased() if bias else self
 
     def norm(self) -> NetworkBuilder:
@@ -252,16 +234,7 @@ class NetworkBuilder:
         before, k = self.elements, self.channels
         saved = self._save()
         self.channels = channels
-        self._append(
-            Kernel.MATMUL,
-            flops=2.0 * self.positions * channels * k,
-            elements_moved=before + self.elements,
-            weights=channels * k,
-            saved=saved,
-            m=self.positions,
-            n=channels,
-            k=k,
-        )
+        self._product(Kernel.MATMUL, before + self.elements, self.positions, channels, k, saved=saved)
         self.parameters += channels if bias else 0
         return self
 
@@ -311,17 +284,7 @@ class NetworkBuilder:
                 self.parameters += gates * channels
                 n = gates * channels
                 moved = channels + n
-                self._append(
-                    Kernel.MATMUL,
-                    flops=2.0 * n * channels,
-                    elements_moved=moved,
-                    weights=n * channels,
-                    saved=moved,
-                    m=1,
-                    n=n,
-                    k=channels,
-                    count=steps,
-                )
+                self._product(Kernel.MATMUL, moved, 1, n, channels, saved=moved, count=steps)
                 self.parameters -= n * channels * (steps - 1)
                 self._append(Kernel.ELEMENTWISE, elements_moved=2 * moved, saved=n, count=steps)
         return self.become(channels * directions)
@@ -329,18 +292,9 @@ class NetworkBuilder:
     def cell(self, channels: int, *, gates: int = 4) -> NetworkBuilder:
         """A recurrent cell whose input waits for its last output: one product a step, of input and state together."""
         steps, inputs, n = self.positions, self.channels, gates * channels
-        self._append(
-            Kernel.MATMUL,
-            flops=2.0 * n * (inputs + channels),
-            elements_moved=inputs + channels + n,
-            weights=n * (inputs + channels),
-            saved=inputs + channels + n,
-            m=1,
-            n=n,
-            k=inputs + channels,
-            count=steps,
-        )
-        self.parameters += n - n * (inputs + channels) * (steps - 1)
+        both = inputs + channels
+        self._product(Kernel.MATMUL, both + n, 1, n, both, saved=both + n, count=steps)
+        self.parameters += n - n * both * (steps - 1)
         self._append(Kernel.ELEMENTWISE, elements_moved=2 * (channels + n), saved=n, count=steps)
         return self.become(channels)
 
@@ -395,6 +349,10 @@ class NetworkBuilder:
         kept = self._save() if saved else 0.0
         self._append(kernel, elements_moved=factor * self.elements, saved=kept)
         return self
+
+    def _product(self, kernel: Kernel, moved: float, m: float, n: float, k: float, **work: float) -> None:
+        """A product of an (m, k) tensor and (k, n) weights, which moves so many elements."""
+        self._append(kernel, flops=2.0 * m * n * k, elements_moved=moved, weights=n * k, m=m, n=n, k=k, **work)
 
     def _append(self, kernel: Kernel, **work: float) -> NetworkBuilder:
         alone = kernel is Kernel.NORMALIZATION or (kernel is Kernel.ACTIVATION and work.get("saved", 0) > 0)

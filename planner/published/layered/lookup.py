@@ -6,18 +6,10 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from planner.cost.training_run import LayeredNetwork
-from planner.published.layered import (
-    branched,
-    detection,
-    mobile,
-    residual,
-    segmentation,
-    sequence,
-    tokens,
-    yolo,
-)
+from planner.published.layered import branched, detection, mobile, residual, sequence, tokens
 from planner.published.layered.residual import ResidualForm
 from simulator.program import Kernel
 
@@ -166,60 +158,62 @@ def _swin(name: str, match: Match, side: int) -> LayeredNetwork:
 
 
 def _yolo(name: str, match: Match, side: int) -> LayeredNetwork:
-    width, depth = yolo.SCALES[match["size"]]
+    width, depth = detection.SCALES[match["size"]]
     large = match["large"] == "6"
     version = 10 if match["version"] == "x" else int(match["version"][1:])
     if version == 8:
         depth = min(depth, 1.0)
     widest = {"m": 768, "l": 512, "x": 512}.get(match["size"], 1024) if version == 8 else 1024
     side = 1280 if large else side
-    return yolo.aggregated(name, side, width, depth, version, levels=4 if large else 3, widest=widest)
+    return detection.aggregated(name, side, width, depth, version, levels=4 if large else 3, widest=widest)
+
+
+def _mask_rcnn(name: str, match: Match, side: int) -> LayeredNetwork:
+    size = (int(match["height"]), int(match["width"])) if match["height"] else (side, side * 38 // 25)
+    return detection.mask_rcnn(name, size)
+
+
+def _shufflenet(name: str, match: Match, side: int) -> LayeredNetwork:
+    return mobile.shufflenet_v1(name, side, int(match["groups"]), _decimal(match["width"]))
+
+
+def _convit(name: str, match: Match, side: int) -> LayeredNetwork:
+    return tokens.vision_transformer(name, side, 16, *CONVIT_SIZES[match["size"]], sample="image", gated=10)
+
+
+def _by_side(family: Callable[..., LayeredNetwork], **said: Any) -> Family:
+    """A family of which the side of the images says all."""
+    return lambda name, _, side: family(name, side, **said)
+
+
+def _by(part: str, family: Callable[..., LayeredNetwork], read: Callable[[str], object] = str) -> Family:
+    """A family of which a part of the name says the rest."""
+    return lambda name, match, side: family(name, side, read(match[part]))
+
+
+def _if(part: str, family: Callable[..., LayeredNetwork], option: str) -> Family:
+    """A family of which a part of the name, or that it is missing, says whether an option holds."""
+    return lambda name, match, side: family(name, side, **{option: bool(match[part])})
 
 
 FAMILIES: tuple[tuple[str, int, Family], ...] = (
-    (r"^ssd(?:_?300)?$|^ssd_?resnet_?50$", 300, lambda name, _, side: detection.ssd_resnet50(name, side)),
-    (r"^ssd_?vgg", 300, lambda name, _, side: detection.ssd_vgg16(name, side)),
-    (
-        r"^ssd_?(?P<base>resnet50|mobilenetv1)_fpn",
-        640,
-        lambda name, m, side: detection.ssd_pyramid(name, side, mobile=m["base"] != "resnet50"),
-    ),
-    (
-        r"^ssd_?mobilenet_?v(?P<version>[12])$",
-        300,
-        lambda name, m, side: detection.ssd_mobilenet(name, side, int(m["version"])),
-    ),
-    (r"^yolo_?v3", 640, lambda name, _, side: yolo.darknet53(name, side)),
-    (r"^yolox_?darknet53", 640, lambda name, _, side: yolo.darknet53(name, side)),
+    (r"^ssd(?:_?300)?$|^ssd_?resnet_?50$", 300, _by_side(detection.ssd_resnet50)),
+    (r"^ssd_?vgg", 300, _by_side(detection.ssd_vgg16)),
+    (r"^ssd_?(?:resnet50|(?P<mobile>mobilenetv1))_fpn", 640, _if("mobile", detection.ssd_pyramid, "mobile")),
+    (r"^ssd_?mobilenet_?v(?P<version>[12])$", 300, _by("version", detection.ssd_mobilenet, int)),
+    (r"^yolo_?v3", 640, _by_side(detection.darknet53)),
+    (r"^yolox_?darknet53", 640, _by_side(detection.darknet53)),
     (r"^yolo_?(?P<version>x)_?(?P<size>n|tiny|t)(?P<large>)(?:ano)?$", 416, _yolo),
     (r"^yolo_?(?P<version>v5|v8|x)_?(?P<size>tiny|t(?=$)|[nsmlx])(?P<large>6)?$", 640, _yolo),
-    (
-        r"mask_?rcnn(?:_(?P<height>\d+)x(?P<width>\d+))?",
-        800,
-        lambda name, m, side: detection.mask_rcnn(
-            name, (int(m["height"]), int(m["width"])) if m["height"] else (side, side * 38 // 25)
-        ),
-    ),
+    (r"mask_?rcnn(?:_(?P<height>\d+)x(?P<width>\d+))?", 800, _mask_rcnn),
     (r"faster_?rcnn", 800, lambda name, _, side: detection.mask_rcnn(name, (side, side * 38 // 25), masks=False)),
-    (r"^efficientdet(?:_?d0)?$", 512, lambda name, _, side: detection.efficientdet_d0(name, side)),
-    (
-        r"^unet_?3d|^nn_?unet",
-        128,
-        lambda name, _, side: segmentation.volume_unet(name, side, (32, 64, 128, 256, 320, 320)),
-    ),
-    (
-        r"^unet_?industrial",
-        512,
-        lambda name, _, side: segmentation.industrial_unet(name, side),
-    ),
-    (r"^unet_?medical$", 572, lambda name, _, side: segmentation.unet(name, side, example=True)),
-    (r"^unet$", 572, lambda name, _, side: segmentation.unet(name, side)),
-    (r"^v_?net", 32, lambda name, _, side: segmentation.vnet(name, side)),
-    (
-        r"^deeplab_?v3(?P<plus>_?plus)?",
-        513,
-        lambda name, m, side: segmentation.deeplab(name, side, decoder=bool(m["plus"])),
-    ),
+    (r"^efficientdet(?:_?d0)?$", 512, _by_side(detection.efficientdet_d0)),
+    (r"^unet_?3d|^nn_?unet", 128, _by_side(branched.volume_unet, widths=(32, 64, 128, 256, 320, 320))),
+    (r"^unet_?industrial", 512, _by_side(branched.industrial_unet)),
+    (r"^unet_?medical$", 572, _by_side(branched.unet, example=True)),
+    (r"^unet$", 572, _by_side(branched.unet)),
+    (r"^v_?net", 32, _by_side(branched.vnet)),
+    (r"^deeplab_?v3(?P<plus>_?plus)?", 513, _if("plus", branched.deeplab, "decoder")),
     (
         r"^(?:bit_)?(?:wide_)?(?:se_?|sk_?)?(?:resnet|resnext|res2net|rn)(?:_?v[12])?_?(?P<depth>18|26|34|50|101|152|269)"
         r"(?:_|v1|x|$)",
@@ -233,96 +227,46 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     (r"^gnmt", 1, lambda name, *_: sequence.gnmt(name)),
     (r"^tacotron_?2", 1, lambda name, *_: sequence.tacotron2(name)),
     (r"^waveglow", 1, lambda name, *_: sequence.waveglow(name)),
-    (r"^alexnet", 224, lambda name, _, side: residual.alexnet(name, side)),
+    (r"^alexnet", 224, _by_side(residual.alexnet)),
     (r"^efficientnet_?(?:v1|(?:v1_?)?(?P<wide>widese_?)?b(?P<size>[0-7]))$", 0, _efficientnet),
-    (r"^efficientnet_?v2(?:_?s)?$", 300, lambda name, _, side: mobile.efficientnet_v2_s(name, side)),
-    (
-        r"^mnasnet(?:_(?P<width>\d[\d_]*))?$",
-        224,
-        lambda name, m, side: mobile.mnasnet(name, side, _decimal(m["width"])),
-    ),
-    (
-        r"^shufflenet_?v1_?g(?P<groups>[12348])_?x?(?P<width>\d[\d_]*)$",
-        224,
-        lambda name, m, side: mobile.shufflenet_v1(name, side, int(m["groups"]), _decimal(m["width"])),
-    ),
-    (
-        r"^shufflenet_?v2(?:_?x(?P<width>\d[\d_]*))?$",
-        224,
-        lambda name, m, side: mobile.shufflenet_v2(name, side, _decimal(m["width"])),
-    ),
-    (
-        r"^squeezenet(?P<small>_?1_1)?",
-        224,
-        lambda name, m, side: mobile.squeezenet(name, side, small=bool(m["small"])),
-    ),
-    (
-        r"^ghostnet(?:_(?P<width>\d+))?$",
-        224,
-        lambda name, m, side: mobile.ghostnet(name, side, _decimal(m["width"])),
-    ),
-    (
-        r"^rexnet_?x?(?P<width>\d+)?$",
-        224,
-        lambda name, m, side: mobile.rexnet(name, side, _decimal(m["width"])),
-    ),
+    (r"^efficientnet_?v2(?:_?s)?$", 300, _by_side(mobile.efficientnet_v2_s)),
+    (r"^mnasnet(?:_(?P<width>\d[\d_]*))?$", 224, _by("width", mobile.mnasnet, _decimal)),
+    (r"^shufflenet_?v1_?g(?P<groups>[12348])_?x?(?P<width>\d[\d_]*)$", 224, _shufflenet),
+    (r"^shufflenet_?v2(?:_?x(?P<width>\d[\d_]*))?$", 224, _by("width", mobile.shufflenet_v2, _decimal)),
+    (r"^squeezenet(?P<small>_?1_1)?", 224, _if("small", mobile.squeezenet, "small")),
+    (r"^ghostnet(?:_(?P<width>\d+))?$", 224, _by("width", mobile.ghostnet, _decimal)),
+    (r"^rexnet_?x?(?P<width>\d+)?$", 224, _by("width", mobile.rexnet, _decimal)),
     (r"^repvgg_(?P<size>a[0-2]|b[0-3])(?:g(?P<groups>\d))?$", 224, _repvgg),
     (r"^regnet_?(?P<size>[xy]_[\d_]+[mg]f)$", 224, _regnet),
-    (
-        r"^densenet_?(?P<depth>121|161|169|201)$",
-        224,
-        lambda name, m, side: branched.densenet(name, int(m["depth"]), side),
-    ),
-    (r"^googlenet|^inception_?v1$", 224, lambda name, _, side: branched.googlenet(name, side)),
-    (r"^inception_?v3", 299, lambda name, _, side: branched.inception_v3(name, side)),
-    (r"^inception_?v4", 299, lambda name, _, side: branched.inception_v4(name, side)),
-    (r"^xception", 299, lambda name, _, side: branched.xception(name, side)),
-    (r"^dpn_?92", 224, lambda name, _, side: branched.dual_path(name, side)),
-    (
-        r"^resnest_?(?P<depth>50|101|269)",
-        224,
-        lambda name, m, side: branched.resnest(name, int(m["depth"]), side),
-    ),
-    (r"^hrnet_?w(?P<width>\d+)$", 224, lambda name, m, side: branched.hrnet(name, side, int(m["width"]))),
+    (r"^densenet_?(?P<depth>121|161|169|201)$", 224, _by("depth", branched.densenet, int)),
+    (r"^googlenet|^inception_?v1$", 224, _by_side(branched.googlenet)),
+    (r"^inception_?v3", 299, _by_side(branched.inception_v3)),
+    (r"^inception_?v4", 299, _by_side(branched.inception_v4)),
+    (r"^xception", 299, _by_side(branched.xception)),
+    (r"^dpn_?92", 224, _by_side(branched.dual_path)),
+    (r"^resnest_?(?P<depth>50|101|269)", 224, _by("depth", branched.resnest, int)),
+    (r"^hrnet_?w(?P<width>\d+)$", 224, _by("width", branched.hrnet, int)),
     (
         r"^(?:vit|deit)(?:_(?P<size>ti|tiny|s|small|b|base|l|large|h))?(?:_?(?:patch)?(?P<patch>14|16|32))?(?:_\d+)?$",
         224,
         _vit,
     ),
-    (
-        r"^convit_(?P<size>(?:tiny|small|base)(?:_plus)?)$",
-        224,
-        lambda name, m, side: tokens.vision_transformer(
-            name, side, 16, *CONVIT_SIZES[m["size"]], sample="image", gated=10
-        ),
-    ),
+    (r"^convit_(?P<size>(?:tiny|small|base)(?:_plus)?)$", 224, _convit),
     (
         r"^swin(?:_?transformer)?(?:_?(?P<second>v2))?(?:_(?P<size>tiny|small|base|large))?(?:_.*?(?:window(?P<window>\d+))?)?$",
         224,
         _swin,
     ),
-    (
-        r"^pvt_(?P<size>tiny|small|medium|large)$",
-        224,
-        lambda name, m, side: tokens.pyramid(name, side, tokens.PVT_DEPTHS[m["size"]]),
-    ),
-    (r"^pvt_?v2_(?P<size>b[0-5])$", 224, lambda name, m, side: tokens.pyramid_v2(name, side, m["size"])),
-    (
-        r"^pit_(?P<size>ti|xs|s|b)$",
-        224,
-        lambda name, m, side: tokens.pooling_transformer(name, side, m["size"]),
-    ),
+    (r"^pvt_(?P<size>tiny|small|medium|large)$", 224, _by("size", tokens.pyramid, tokens.PVT_DEPTHS.__getitem__)),
+    (r"^pvt_?v2_(?P<size>b[0-5])$", 224, _by("size", tokens.pyramid_v2)),
+    (r"^pit_(?P<size>ti|xs|s|b)$", 224, _by("size", tokens.pooling_transformer)),
     (
         r"^convnext_?(?P<second>v2)?_(?P<size>tiny|small|base|large)$",
         224,
         lambda name, m, side: tokens.convnext(name, side, m["size"], second=bool(m["second"])),
     ),
-    (r"^poolformer_(?P<size>[sm]\d\d)$", 224, lambda name, m, side: tokens.poolformer(name, side, m["size"])),
-    (
-        r"^mobile_?vit_(?P<size>xx_small|x_small|small)$",
-        256,
-        lambda name, m, side: tokens.mobile_transformer(name, side, m["size"]),
-    ),
+    (r"^poolformer_(?P<size>[sm]\d\d)$", 224, _by("size", tokens.poolformer)),
+    (r"^mobile_?vit_(?P<size>xx_small|x_small|small)$", 256, _by("size", tokens.mobile_transformer)),
     (r"^crossvit_9$", 240, lambda name, _, side: tokens.cross_vit_9(name, side or 240)),
     (r"^cait_s24", 224, lambda name, _, side: tokens.class_attention(name, side, 384, 24, 8)),
 )

@@ -14,8 +14,7 @@ def mobilenet_v1(name: str, side: int, width: float) -> LayeredNetwork:
     """MobileNet (arXiv:1704.04861): depthwise and 1x1 convolutions in turn."""
     net = NetworkBuilder(3, side, side).unit(int(32 * width), 3, 2)
     mobilenet_v1_body(net, width)
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def mobilenet_v1_body(net: NetworkBuilder, width: float) -> None:
@@ -53,8 +52,7 @@ def mobilenet_v2(name: str, side: int, width: float) -> LayeredNetwork:
     """MobileNetV2 (arXiv:1801.04381)."""
     net = NetworkBuilder(3, side, side)
     mobilenet_v2_body(net, width)
-    net.unit(divisible(1280 * max(1.0, width)), 1).global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.unit(divisible(1280 * max(1.0, width)), 1).global_pool().linear(CLASSES).finish(name)
 
 
 def mobilenet_v2_body(net: NetworkBuilder, width: float) -> None:
@@ -109,8 +107,7 @@ def mobilenet_v3(name: str, side: int, width: float, *, large: bool) -> LayeredN
             squeeze=divisible(wide / 4) if squeeze else 0, activation=activation,
         )  # fmt: skip
     net.unit(6 * net.channels, 1, activation="smooth").global_pool()
-    net.linear(divisible((1280 if large else 1024) * max(width, 1.0))).smooth().linear(CLASSES)
-    return net.finish(name)
+    return net.linear(divisible((1280 if large else 1024) * max(width, 1.0))).smooth().linear(CLASSES).finish(name)
 
 
 EFFICIENTNET = (
@@ -219,8 +216,7 @@ def mnasnet(name: str, side: int, width: float) -> LayeredNetwork:
     for channels, kernel, stride, expansion, count in rows:
         for index in range(count):
             inverted(net, divisible(channels * width), expansion * net.channels, kernel, 1 if index else stride)
-    net.unit(1280, 1).global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.unit(1280, 1).global_pool().linear(CLASSES).finish(name)
 
 
 SHUFFLENET_V1_WIDTHS = {1: 144, 2: 200, 3: 240, 4: 272, 8: 384}
@@ -247,8 +243,7 @@ def shufflenet_v1(name: str, side: int, groups: int, width: float) -> LayeredNet
             net.unit(channels // 4, 1, groups=grouped).copy()
             net.depthwise(3, 2 if first else 1, activation="").unit(narrow, 1, groups=groups, activation="")
             (net.concatenate(channels) if first else net.add()).relu()
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def shufflenet_v2(name: str, side: int, width: float) -> LayeredNetwork:
@@ -262,8 +257,7 @@ def shufflenet_v2(name: str, side: int, width: float) -> LayeredNetwork:
         net.unit(half, 1).depthwise(3, 2, activation="").unit(half, 1).concatenate(channels).copy()
         for _ in range(count - 1):
             net.become(half).unit(half, 1).depthwise(3, 1, activation="").unit(half, 1).concatenate(channels).copy()
-    net.unit(last, 1).global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.unit(last, 1).global_pool().linear(CLASSES).finish(name)
 
 
 def squeezenet(name: str, side: int, *, small: bool) -> LayeredNetwork:
@@ -283,8 +277,7 @@ def squeezenet(name: str, side: int, *, small: bool) -> LayeredNetwork:
         with net.branch():
             net.convolution(expand, 1, bias=True).relu()
         net.convolution(expand, 3, bias=True).relu().concatenate(2 * expand)
-    net.convolution(CLASSES, 1, bias=True).relu().global_pool()
-    return net.finish(name)
+    return net.convolution(CLASSES, 1, bias=True).relu().global_pool().finish(name)
 
 
 GHOSTNET = (

@@ -61,8 +61,7 @@ def resnet(name: str, depth: int, side: int, form: ResidualForm) -> LayeredNetwo
                 bottleneck(net, channels, stride, form, first=not index)
     if form.preactivated:
         net.norm().relu()
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def stem(net: NetworkBuilder, form: ResidualForm) -> None:
@@ -156,8 +155,7 @@ def vgg(name: str, stages: Sequence[int], side: int, *, norms: bool = False) -> 
                 net.norm()
             net.relu()
         net.pool(2, 2, 0)
-    net.become(512 * 7 * 7, 1).linear(4096).relu().linear(4096).relu().linear(CLASSES)
-    return net.finish(name)
+    return net.become(512 * 7 * 7, 1).linear(4096).relu().linear(4096).relu().linear(CLASSES).finish(name)
 
 
 def alexnet(name: str, side: int) -> LayeredNetwork:
@@ -167,8 +165,7 @@ def alexnet(name: str, side: int) -> LayeredNetwork:
     net.convolution(192, 5, bias=True).relu().pool(3, 2, 0)
     for channels in (384, 256, 256):
         net.convolution(channels, 3, bias=True).relu()
-    net.pool(3, 2, 0).become(256 * 6 * 6, 1).linear(4096).relu().linear(4096).relu().linear(CLASSES)
-    return net.finish(name)
+    return net.pool(3, 2, 0).become(256 * 6 * 6, 1).linear(4096).relu().linear(4096).relu().linear(CLASSES).finish(name)
 
 
 def regnet(
@@ -186,8 +183,7 @@ def regnet(
         fitted = min(group, width)
         regnet_block(net, int(round(width / fitted) * fitted), fitted, stride, excite=excite)
         previous = width
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def regnet_block(net: NetworkBuilder, width: int, group: int, stride: int, *, excite: bool) -> None:
@@ -215,8 +211,7 @@ def repvgg(name: str, side: int, blocks: Sequence[int], width: float, last: floa
         for index in range(count):
             repvgg_block(net, channels, 1 if index else 2, groups if layer % 2 == 0 else 1)
             layer += 1
-    net.global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.global_pool().linear(CLASSES).finish(name)
 
 
 def repvgg_block(net: NetworkBuilder, channels: int, stride: int, groups: int) -> None:

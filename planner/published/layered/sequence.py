@@ -121,8 +121,7 @@ def gnmt(name: str, hidden: int = 1024, vocabulary: int = 32320) -> LayeredNetwo
         net.become(2 * hidden).concatenate(2 * hidden).recurrent(hidden)
     net.linear(vocabulary)
     net.become(1, PADDED_TOKENS * vocabulary)
-    net.smoothed_loss()
-    return net.finish(name, "sentence", units=2 * SENTENCE_TOKENS)
+    return net.smoothed_loss().finish(name, "sentence", units=2 * SENTENCE_TOKENS)
 
 
 def tacotron2(name: str) -> LayeredNetwork:
@@ -141,8 +140,7 @@ def tacotron2(name: str) -> LayeredNetwork:
     net.accumulate(CLIP_LONGEST_FRAMES, 4 * 1024 * (768 + 1536 + 2 * 1024))
     for channels in (512, 512, 512, 512, 80):
         net.unit(channels, 5, activation="smooth")
-    net.add()
-    return net.finish(name, "clip", units=CLIP_FRAMES)
+    return net.add().finish(name, "clip", units=CLIP_FRAMES)
 
 
 def waveglow(name: str) -> LayeredNetwork:
@@ -168,5 +166,4 @@ def waveglow(name: str) -> LayeredNetwork:
                     net.convolution(512, 1, bias=True)
                 net.become(512).add().add()
         net.convolution(remaining, 1, bias=True).become(remaining // 2).scale().add().concatenate(remaining)
-    net.normalized_weights()
-    return net.finish(name, "sound", units=SEGMENT_SAMPLES)
+    return net.normalized_weights().finish(name, "sound", units=SEGMENT_SAMPLES)

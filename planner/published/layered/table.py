@@ -8,8 +8,9 @@ samples at the same time; gradients are all-reduced while the backward pass runs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,6 @@ from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 
 FloatArray = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
 _PRODUCTS = (Kernel.CONVOLUTION, Kernel.MATMUL)
 _FUSABLE = (Kernel.ACTIVATION, Kernel.ELEMENTWISE)
 _BACKWARD_MOVED: Mapping[Kernel, float] = {
@@ -65,32 +65,12 @@ class LayerArrays:
     product, where it is trained.
     """
 
-    flops: FloatArray
-    moved: FloatArray
-    weights: FloatArray
-    rows: FloatArray
-    columns: FloatArray
-    depth: FloatArray
-    grouped: BoolArray
-    product: BoolArray
-    convolution: BoolArray
-    winograd: BoolArray
-    fusable: BoolArray
-    norm: BoolArray
-    vector: BoolArray
-    single: BoolArray
-    frozen: BoolArray
-    backward_only: BoolArray
-    backward_moved: FloatArray
-    count: FloatArray
+    columns: Mapping[str, npt.NDArray[Any]]
     saved: float
     tensors: float
     dense: float
     first_flops: float
     first_moved: float
-
-
-_LAYER_COLUMNS = tuple(field.name for field in fields(LayerArrays))[:-5]
 
 
 class LayeredTable:
@@ -108,9 +88,9 @@ class LayeredTable:
         networks = [data_parallel_network(run) for run in runs]
         arrays = [layer_arrays(network) for network in networks]
         self.runs = tuple(runs)
-        self.run = np.repeat(np.arange(len(runs)), [len(layers.flops) for layers in arrays])
+        self.run = np.repeat(np.arange(len(runs)), [len(layers.columns["flops"]) for layers in arrays])
         self.starts = np.searchsorted(self.run, np.arange(len(runs)))
-        self.layers = {name: np.concatenate([getattr(layers, name) for layers in arrays]) for name in _LAYER_COLUMNS}
+        self.layers = {name: np.concatenate([one.columns[name] for one in arrays]) for name in arrays[0].columns}
         self.element_bytes = np.array([element_bytes(run) for run in runs])
         self.operand_bytes = np.array([operand_bytes(run) for run in runs])
         self.batch = np.array([float(run.setup.micro_batch) for run in runs])
@@ -415,32 +395,29 @@ def _arrays_of(key: _Same) -> LayerArrays:
             layer.backward_only,
         )  # fmt: skip
         counts[row] = counts.get(row, 0.0) + layer.count
-    rows = list(counts)
-    kernels = [row[0] for row in rows]
-    values = np.array([row[1:7] for row in rows], dtype=np.float64).T
-    first = next((layer for layer in key.network.layers if layer.kernel in _PRODUCTS), None)
+    rows, layers = list(counts), key.network.layers
+    kernels = np.array([row[0] for row in rows], dtype=object)
+    flops, moved, weights, outputs, columns, depth = np.array([row[1:7] for row in rows], dtype=np.float64).T
+    marks = ("grouped", "fusable", "vector", "single", "frozen", "winograd", "backward_only")
+    first = next((layer for layer in layers if layer.kernel in _PRODUCTS), None)
     return LayerArrays(
-        flops=values[0],
-        moved=values[1],
-        weights=values[2],
-        rows=np.maximum(values[3], 1.0),
-        columns=np.maximum(values[4], 1.0),
-        depth=np.maximum(values[5], 1.0),
-        grouped=np.array([bool(row[7]) for row in rows]),
-        product=np.array([kernel in _PRODUCTS for kernel in kernels]),
-        convolution=np.array([kernel is Kernel.CONVOLUTION for kernel in kernels]),
-        fusable=np.array([bool(row[8]) for row in rows]),
-        norm=np.array([kernel is Kernel.NORMALIZATION for kernel in kernels]),
-        vector=np.array([bool(row[9]) for row in rows]),
-        single=np.array([bool(row[10]) for row in rows]),
-        frozen=np.array([bool(row[11]) for row in rows]),
-        winograd=np.array([bool(row[12]) for row in rows]),
-        backward_only=np.array([bool(row[13]) for row in rows]),
-        backward_moved=np.array([_BACKWARD_MOVED.get(kernel, 1.0) for kernel in kernels]),  # type: ignore[call-overload]
-        count=np.array([counts[row] for row in rows]),
-        saved=sum(layer.saved * layer.count for layer in key.network.layers),
-        tensors=sum(_tensors(layer) for layer in key.network.layers),
-        dense=sum(_dense(layer) for layer in key.network.layers),
+        columns={
+            "flops": flops,
+            "moved": moved,
+            "weights": weights,
+            "rows": np.maximum(outputs, 1.0),
+            "columns": np.maximum(columns, 1.0),
+            "depth": np.maximum(depth, 1.0),
+            **dict(zip(marks, np.array([row[7:] for row in rows], dtype=bool).T, strict=True)),
+            "product": np.isin(kernels, _PRODUCTS),
+            "convolution": kernels == Kernel.CONVOLUTION,
+            "norm": kernels == Kernel.NORMALIZATION,
+            "backward_moved": np.array([_BACKWARD_MOVED.get(kernel, 1.0) for kernel in kernels]),
+            "count": np.array(list(counts.values())),
+        },
+        saved=sum(layer.saved * layer.count for layer in layers),
+        tensors=sum(_tensors(layer) for layer in layers),
+        dense=sum(one.weights * one.count for one in layers if one.kernel is Kernel.MATMUL and not one.frozen),
         first_flops=first.flops if first and not first.frozen else 0.0,
         first_moved=first.elements_moved if first and not first.frozen else 0.0,
     )
@@ -450,10 +427,6 @@ def _tensors(layer: LayerWork) -> float:
     if layer.frozen:
         return 0.0
     return 2.0 if layer.kernel is Kernel.NORMALIZATION else float(layer.kernel in _PRODUCTS and layer.weights > 0)
-
-
-def _dense(layer: LayerWork) -> float:
-    return layer.weights * layer.count if layer.kernel is Kernel.MATMUL and not layer.frozen else 0.0
 
 
 def _winograd(layer: LayerWork) -> bool:

@@ -41,8 +41,7 @@ def vision_transformer(
             with net.branch():
                 net.become(heads, tokens, tokens).scale().scale().add()
         feed_forward(attend(net, heads), 4)
-    net.norm().become(width, 1).linear(CLASSES)
-    return net.finish(name, sample)
+    return net.norm().become(width, 1).linear(CLASSES).finish(name, sample)
 
 
 def swin(
@@ -64,8 +63,7 @@ def swin(
             attend(net, count, keys=keys, windows=net.positions // keys).copy()
             feed_forward(net, 4)
             net.parameters += (512 * 3 + 512 * count) if second else (2 * window - 1) ** 2 * count
-    net.norm().global_pool().linear(CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.norm().global_pool().linear(CLASSES).finish(name, SAMPLE)
 
 
 def reduced_attention(net: NetworkBuilder, heads: int, reduction: int, pooled: int = 0) -> None:
@@ -96,8 +94,7 @@ def pyramid(name: str, side: int, depths: Sequence[int]) -> LayeredNetwork:
         for _ in range(depth):
             reduced_attention(net, heads, reduction)
             feed_forward(net, ratio)
-    net.norm().become(512, 1).linear(CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.norm().become(512, 1).linear(CLASSES).finish(name, SAMPLE)
 
 
 PVT_V2 = {
@@ -121,8 +118,7 @@ def pyramid_v2(name: str, side: int, size: str) -> LayeredNetwork:
             net.norm().linear(ratio * width).convolution(ratio * width, 3, groups=ratio * width, bias=True)
             net.smooth().linear(width).add()
         net.norm()
-    net.global_pool().linear(CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.global_pool().linear(CLASSES).finish(name, SAMPLE)
 
 
 PIT = {
@@ -145,8 +141,7 @@ def pooling_transformer(name: str, side: int, size: str) -> LayeredNetwork:
             net.convolution(width, 3, 2, groups=net.channels, bias=True)
         for _ in range(depth):
             feed_forward(attend(net, count), 4)
-    net.norm().become(widths[-1], 1).linear(CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.norm().become(widths[-1], 1).linear(CLASSES).finish(name, SAMPLE)
 
 
 CONVNEXT = {
@@ -174,8 +169,7 @@ def convnext(name: str, side: int, size: str, *, second: bool = False) -> Layere
                 net.scale()
                 net.parameters += width
             net.add()
-    net.global_pool().norm().linear(CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.global_pool().norm().linear(CLASSES).finish(name, SAMPLE)
 
 
 POOLFORMER = {
@@ -196,8 +190,7 @@ def poolformer(name: str, side: int, size: str) -> LayeredNetwork:
             net.norm().pool(3, 1).add().scale().add()
             feed_forward(net, 4).scale()
             net.parameters += 2 * width
-    net.norm().global_pool().linear(CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.norm().global_pool().linear(CLASSES).finish(name, SAMPLE)
 
 
 def cross_vit_9(name: str, side: int) -> LayeredNetwork:
@@ -242,8 +235,7 @@ def class_attention(name: str, side: int, width: int, depth: int, heads: int) ->
         net.become(width, 1).linear(width).attention(heads, width, tokens + 1).linear(width)
         feed_forward(net, 4)
         net.parameters += 2 * width
-    net.norm().linear(CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.norm().linear(CLASSES).finish(name, SAMPLE)
 
 
 MOBILEVIT = {
@@ -263,8 +255,7 @@ def mobile_transformer(name: str, side: int, size: str) -> LayeredNetwork:
             inverted(net, width, expansion * net.channels, 3, stride, activation="smooth")
         if stage >= 2:
             _transformer_between(net, inner_widths[stage - 2], (2, 4, 3)[stage - 2])
-    net.unit(last, 1, activation="smooth").global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.unit(last, 1, activation="smooth").global_pool().linear(CLASSES).finish(name)
 
 
 def _transformer_between(net: NetworkBuilder, inner: int, depth: int) -> None:

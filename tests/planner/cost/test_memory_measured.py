@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from planner.cost.memory.device import training_memory
-from planner.published.memory_kinds import figure_of
 from planner.published.reading import read_measurements
+from planner.published.reading_memory import figure_of
 from tests.measurements import PUBLISHED, needs_published
 
 pytestmark = [pytest.mark.slow, needs_published]

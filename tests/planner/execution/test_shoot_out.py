@@ -8,8 +8,7 @@ import pytest
 from planner.execution.measuring.shoot_out import SUFFIX, Outcome, order_figures, shoot_out
 from planner.execution.options import ExecuteOptions
 from planner.planning.planning import PlanRequest, plan_network
-from planner.plans.alternatives import alternative_file, write_alternatives
-from planner.plans.file import write_plan
+from planner.plans.file import alternative_file, write_alternatives, write_plan
 from simulator.errors import ExecutionError, InputError
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
-from planner.published.metrics import accuracy_of, metrics_of_rows
-from planner.published.results import ScoredRow
+from planner.published.metrics import ScoredRow, accuracy_of, metrics_of_rows
 
 _counter = itertools.count()
 

@@ -27,7 +27,7 @@ from planner.published.aims import (
     TRANSFORMERS,
     group_of,
 )
-from planner.published.results import Metrics
+from planner.published.metrics import Metrics
 from simulator.profiles import load_profile
 
 SHAPE = TransformerShape(

@@ -9,8 +9,8 @@ import pytest
 
 from planner.published.aims import FUNCTIONAL
 from planner.published.baselines import ROOFLINE, UTILISATION, baseline_errors, operations_s, roofline_s
+from planner.published.metrics import ScoredRow
 from planner.published.reading import read_measurements
-from planner.published.results import ScoredRow
 from tests.measurements import write_measurements
 
 STATED = {

@@ -16,8 +16,7 @@ import planner.published.planned
 from planner.cli.app import app
 from planner.cost.software_file import SoftwareFile, parse_software
 from planner.cost.training_run import RunPrediction, TrainingRun
-from planner.published.calibrating import calibrate_steps, planned_folds
-from planner.published.calibration_files import write_calibration
+from planner.published.calibrating import calibrate_steps, planned_folds, write_calibration
 from planner.published.predictions import COLUMNS, RunFailedError, prediction_lines, recomputing, score
 from planner.published.reading import read_measurements
 from simulator.errors import InputError, MeshwrightError, ProfileError

@@ -251,7 +251,7 @@ def test_a_bias_is_read_and_written_and_its_gradient_read(net: NetworkBuilder) -
     ],
 )
 def test_windows_that_fast_algorithms_take(net: NetworkBuilder, fast: bool) -> None:
-    assert layer_arrays(net.finish("one layer")).winograd.tolist() == [fast]
+    assert layer_arrays(net.finish("one layer")).columns["winograd"].tolist() == [fast]
 
 
 def test_batches_of_speech_are_padded_beyond_what_their_rates_count() -> None:
@@ -336,7 +336,7 @@ def test_what_is_frozen_has_no_backward_pass_and_no_update() -> None:
     for net in (trained, frozen):
         net.unit(8).convolution(8, 3)
     assert [layer_arrays(net.finish("two layers")).tensors for net in (trained, frozen)] == [4, 0]
-    assert all(layer_arrays(frozen.finish("two layers")).frozen)
+    assert all(layer_arrays(frozen.finish("two layers")).columns["frozen"])
 
 
 def test_fixed_norms_read_and_write_once() -> None:
