@@ -1,7 +1,8 @@
 """Lets MindSpore compile a small GPT with strategy files loaded, and save its strategies; runs in its environment.
 
-Reads ``{"files", "devices", "layers"}`` from stdin. Its last line is a JSON object with what MindSpore did with each
-file (``strategies`` by operator, and ``refused``, empty where it took it), and its ``version``. Ranks are simulated.
+Reads ``{"files", "layers"}`` from stdin, each file with its number of devices. Its last line is a JSON object with what
+MindSpore did with each file (``strategies`` by operator, and ``refused``, empty where it took it), and its ``version``.
+Ranks are simulated.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ if __name__ == "__main__":
     asked = json.load(sys.stdin)
     with contextlib.redirect_stdout(io.StringIO()):
         name_ascend()
-        found = [judged(file, asked["devices"], asked["layers"]) for file in asked["files"]]
+        found = [judged(file, devices, asked["layers"]) for file, devices in asked["files"]]
     sys.stdout.write("\n" + json.dumps({"found": found, "version": f"mindspore {mindspore.__version__}"}) + "\n")
     sys.stdout.flush()
     os._exit(0)  # there is no device to let go of
