@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.arguments import takes
-from planner.cli.options import RequestOptions, natural
+from planner.cli.options import RequestOptions, natural, option, takes
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -63,20 +62,18 @@ class BudgetArguments(RequestOptions):
     """Arguments and options, None where not given."""
 
     network: Annotated[str, typer.Argument(help="A language network, as `plan` takes it.", metavar="NETWORK")]
-    hardware: Annotated[str, typer.Option("--hw", metavar="PROFILE[,PROFILE...]", help="Names or paths of profiles.")]
-    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, such as 2T.")] = None
-    within: Annotated[str | None, typer.Option("--within", metavar="TIME", help="Time limit: 12h, 30d or 4w.")] = None
-    devices: Annotated[
-        int | None, typer.Option("--devices", parser=natural, metavar="N", help="Devices; else as few as suffice.")
-    ] = None
+    hardware: Annotated[str, option("--hw", "Names or paths of profiles.", "PROFILE[,PROFILE...]")]
+    tokens: Annotated[str | None, option("--tokens", "Tokens to train on, such as 2T.", "N")] = None
+    within: Annotated[str | None, option("--within", "Time limit: 12h, 30d or 4w.", "TIME")] = None
+    devices: Annotated[int | None, option("--devices", "Devices; else as few as suffice.", "N", natural)] = None
     price: Annotated[
         list[str] | None,
-        typer.Option("--price", metavar="PROFILE=PER_HOUR", help="Price of one device for an hour; may be repeated."),
+        option("--price", "Price of one device for an hour; may be repeated.", "PROFILE=PER_HOUR"),
     ] = None
 
 
 @takes(BudgetArguments)
-def budget(given: BudgetArguments) -> None:
+def budget(given: BudgetArguments, terminal: Terminal) -> None:
     """Find how many devices a training needs, how long it takes and what it costs; two of the limits are given.
 
     Failures, restarts and checkpoints count. The first row is the answer: the cheapest where all profiles have a price,
@@ -94,7 +91,6 @@ def budget(given: BudgetArguments) -> None:
     from planner.what_if.budget import budget as found_rows
     from simulator.errors import InfeasibleError
 
-    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
     names = tuple(name.strip() for name in given.hardware.split(","))
     if not all(names) or len(set(names)) < len(names):
         raise InputError(

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from planner.cli.arguments import takes
 from planner.cli.execute_options import Device
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, natural
+from planner.cli.options import natural, option, takes
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -22,52 +19,47 @@ PROFILE = Path("local.yaml")
 class CalibrateArguments:
     """Arguments and options, None where not given."""
 
-    device: Annotated[Device, typer.Option("--device", help="What to measure.")] = "cpu"
-    processes: Annotated[
-        int, typer.Option("--processes", parser=natural, metavar="N", help="Collectives among 2, 4, … up to N.")
-    ] = 4
+    device: Annotated[Device, option("--device", "What to measure.")] = "cpu"
+    processes: Annotated[int, option("--processes", "Collectives among 2, 4, … up to N.", "N", natural)] = 4
     out: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--out",
-            metavar="PROFILE.yaml",
-            help="The profile to write, local.yaml by default; with --from-measurements the folder to write to, by "
+            "The profile to write, local.yaml by default; with --from-measurements the folder to write to, by "
             "default that of the shipped profiles.",
+            "PROFILE.yaml",
         ),
     ] = None
     from_measurements: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--from-measurements",
-            metavar="MEASUREMENTS_DIR",
-            help="Measure nothing: fit shipped profiles to the published timings in MEASUREMENTS_DIR/operators/*.csv, "
+            "Measure nothing: fit shipped profiles to the published timings in MEASUREMENTS_DIR/operators/*.csv, "
             "and, without --hw, what whole training steps leave open to MEASUREMENTS_DIR/*.csv (minutes).",
+            "MEASUREMENTS_DIR",
         ),
     ] = None
     from_run: Annotated[
         list[Path] | None,
-        typer.Option(
+        option(
             "--from-run",
-            metavar="RUN.json",
-            help="Measure nothing: correct the profile of a run by what `execute --measure --out RUN.json` found; "
+            "Measure nothing: correct the profile of a run by what `execute --measure --out RUN.json` found; "
             "may be repeated.",
+            "RUN.json",
         ),
     ] = None
     hw: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--hw",
-            metavar="NAME",
-            help="With --from-measurements: only this profile; may be repeated. With --from-run: what to correct.",
+            "With --from-measurements: only this profile; may be repeated. With --from-run: what to correct.",
+            "NAME",
         ),
     ] = None
-    as_json: JsonFlag = False
-    quiet: QuietFlag = False
-    debug: DebugFlag = False
 
 
 @takes(CalibrateArguments)
-def calibrate(given: CalibrateArguments) -> None:
+def calibrate(given: CalibrateArguments, terminal: Terminal) -> None:
     """Measure this machine and write its hardware profile, or fit the shipped profiles to published measurements.
 
     \b
@@ -82,7 +74,6 @@ def calibrate(given: CalibrateArguments) -> None:
       meshwright execute strategy.json --measure --out run.json
       meshwright calibrate --from-run run.json --out better.yaml
     """
-    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
     if given.from_run and given.from_measurements is not None:
         raise InputError("--from-run and --from-measurements were given; leave one of them out")
     if given.from_run:
@@ -98,6 +89,7 @@ def calibrate(given: CalibrateArguments) -> None:
 
 
 def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> None:
+    from planner.cli.catalogue_tables import calibration_report
     from planner.planning.documents import profile_document
     from simulator.calibration.calibrate import CalibrateOptions
     from simulator.calibration.calibrate import calibrate as measure
@@ -108,19 +100,14 @@ def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> N
     with terminal.filling("measuring") as progress:
         content = measure(CalibrateOptions(device=device, processes=processes, out=out), progress)
     hardware = check_content(content, str(out))[1]
-    if terminal.json:
-        rows = [{"field": row.field, "value": row.value, "source": row.source} for row in hardware.rows]
-        terminal.document({**profile_document(hardware), "file": str(out), "rows": rows})
-    elif terminal.quiet:
-        terminal.line(str(out))
-    else:
-        from planner.cli.calibration_tables import calibration_report
-
-        terminal.show(*calibration_report(hardware, str(out)))
+    rows = [{"field": row.field, "value": row.value, "source": row.source} for row in hardware.rows]
+    document = {**profile_document(hardware), "file": str(out), "rows": rows}
+    terminal.result(document, str(out), lambda: calibration_report(hardware, str(out)))
 
 
 def _correct(terminal: Terminal, runs: list[Path], names: list[str], out: Path) -> None:
     """Correct a profile by runs and write the new one."""
+    from planner.cli.catalogue_tables import correction_report
     from planner.cli.options import check_out
     from planner.planning.documents import profile_document
     from simulator.calibration.from_run import correct_profile, correction_rows
@@ -129,15 +116,9 @@ def _correct(terminal: Terminal, runs: list[Path], names: list[str], out: Path) 
         raise InputError(f"--hw was given {len(names)} times; --from-run corrects one profile")
     check_out("--out", out, (*runs, *names))
     found = correct_profile(runs, names[0] if names else None, out)
-    if terminal.json:
-        corrections = correction_rows(found.corrections)
-        terminal.document({**profile_document(found.hardware), "file": str(out), "corrections": corrections})
-    elif terminal.quiet:
-        terminal.line(str(out))
-    else:
-        from planner.cli.calibration_tables import correction_report
-
-        terminal.show(*correction_report(found))
+    corrections = correction_rows(found.corrections)
+    document = {**profile_document(found.hardware), "file": str(out), "corrections": corrections}
+    terminal.result(document, str(out), lambda: correction_report(found))
 
 
 def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: Path | None) -> None:
@@ -170,7 +151,7 @@ def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: P
         for path in dict.fromkeys([*(path for _, path in written), *steps]):
             terminal.line(str(path))
     else:
-        from planner.cli.calibration_tables import fitted_report
+        from planner.cli.catalogue_tables import fitted_report
 
         terminal.show(*(part for fit, path in written for part in fitted_report(fit, str(path))))
         if steps:

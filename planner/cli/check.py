@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, TrustFile, natural
+from planner.cli.options import TrustFile, natural, option, tells
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -26,23 +26,18 @@ CheckedFormat = Literal[
 """Formats that are read."""
 
 
+@tells
 def check(
+    terminal: Terminal,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A launch script or configuration file.")],
-    form: Annotated[
-        CheckedFormat | None, typer.Option("--format", help="Its format, where it is not recognised.")
-    ] = None,
+    form: Annotated[CheckedFormat | None, option("--format", "Its format, where it is not recognised.")] = None,
     network: Annotated[
         str | None,
-        typer.Option("--network", metavar="NETWORK", help="What it trains, where the file does not state it."),
+        option("--network", "What it trains, where the file does not state it.", "NETWORK"),
     ] = None,
-    hw: Annotated[str | None, typer.Option("--hw", metavar="PROFILE", help="Where it trains.")] = None,
-    devices: Annotated[
-        int | None, typer.Option("--devices", parser=natural, metavar="N", help="Devices, where the file names none.")
-    ] = None,
+    hw: Annotated[str | None, option("--hw", "Where it trains.", "PROFILE")] = None,
+    devices: Annotated[int | None, option("--devices", "Devices, where the file names none.", "N", natural)] = None,
     trust_file: TrustFile = False,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Check a configuration of another framework: is it legal, does it fit, how fast is it, what would be better.
 
@@ -54,7 +49,6 @@ def check(
     """
     from planner.exchange.checking import check as checked
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     with terminal.working(f"checking {config}"):
         found = checked(config, form=form, network=network, hardware=hw, devices=devices)
     hardware = _hardware(hw) if found.found or found.best else None

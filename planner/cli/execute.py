@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from planner.cli.arguments import takes
 from planner.cli.execute_options import ExecuteArguments
-from planner.cli.options import check_out
+from planner.cli.options import check_out, takes
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ VIRTUAL_STEPS = 3
 
 
 @takes(ExecuteArguments)
-def execute(given: ExecuteArguments) -> None:
+def execute(given: ExecuteArguments, terminal: Terminal) -> None:
     """Train for real as a plan says.
 
     Shows measured step time and memory beside the predicted.
@@ -48,7 +47,6 @@ def execute(given: ExecuteArguments) -> None:
     """
     from planner.plans.file import read_plan
 
-    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
     for name, file in (("--out", given.out), ("--trace", given.trace)):
         if file is not None:
             check_out(name, file, (given.strategy,))
@@ -57,7 +55,7 @@ def execute(given: ExecuteArguments) -> None:
     if given.virtual:
         _run_virtually(terminal, given)
     elif given.top is not None:
-        from planner.cli.shoot_out import run_shoot_out
+        from planner.cli.execution_tables import run_shoot_out
 
         run_shoot_out(terminal, given.strategy, given.top, given.options(), given.out)
     elif given.dry_run:
@@ -68,7 +66,7 @@ def execute(given: ExecuteArguments) -> None:
 
 def _run_virtually(terminal: Terminal, given: ExecuteArguments) -> None:
     """Let the ranks sleep instead of computing."""
-    from planner.cli.virtual import run_virtually
+    from planner.cli.execution_tables import run_virtually
     from planner.execution.virtual.devices import VirtualOptions
 
     slow = given.slow()
@@ -103,14 +101,14 @@ def _report(report: ExecutionReport, given: ExecuteArguments) -> Iterator[Render
 
     yield from execution_report(report, given.out)
     if report.comparison is not None:
-        from planner.cli.comparison_tables import comparison_report
+        from planner.cli.execution_tables import comparison_report
 
         yield from comparison_report(report.comparison, given.trace)
 
 
 def _rehearse(terminal: Terminal, given: ExecuteArguments) -> None:
     """Tell what each rank would do."""
-    from planner.cli.dry_run_tables import dry_run_report
+    from planner.cli.execution_tables import dry_run_report
     from planner.execution.run import rehearse
 
     with terminal.working(f"looking at {given.strategy}") as say:

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from planner.cli.options import (
-    DebugFlag,
-    JsonFlag,
-    QuietFlag,
     Slowdown,
     SlowLinks,
     Stragglers,
     TrustFile,
     natural,
     natural_or_zero,
+    option,
     rate,
     seconds,
 )
@@ -46,83 +44,58 @@ class ExecuteArguments:
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")]
     processes: Annotated[
         int | None,
-        typer.Option("--processes", parser=natural, metavar="N", help="Local processes; default: the plan's devices."),
+        option("--processes", "Local processes; default: the plan's devices.", "N", natural),
     ] = None
     steps: Annotated[
         int | None,
-        typer.Option("--steps", parser=natural, metavar="N", help="Training steps [10; virtual ones 3]."),
+        option("--steps", "Training steps [10; virtual ones 3].", "N", natural),
     ] = None
-    data: Annotated[
-        str | None, typer.Option("--data", metavar="DATASET", help="Default: a real data set that fits the network.")
-    ] = None
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Train again in one process; exit code 4 if the losses differ.")
-    ] = False
-    precision: Annotated[Precision | None, typer.Option("--precision", help="Default: the plan's.")] = None
-    seed: Annotated[
-        int | None, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Seed of parameters and data [0].")
-    ] = None
-    learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", parser=rate, metavar="X", help="Default: the optimizer's.")
-    ] = None
-    device: Annotated[Device | None, typer.Option("--device", help="Default: the best there is.")] = None
+    data: Annotated[str | None, option("--data", "Default: a real data set that fits the network.", "DATASET")] = None
+    verify: Annotated[bool, option("--verify", "Train again in one process; exit code 4 if the losses differ.")] = False
+    precision: Annotated[Precision | None, option("--precision", "Default: the plan's.")] = None
+    seed: Annotated[int | None, option("--seed", "Seed of parameters and data [0].", "N", natural_or_zero)] = None
+    learning_rate: Annotated[float | None, option("--learning-rate", "Default: the optimizer's.", "X", rate)] = None
+    device: Annotated[Device | None, option("--device", "Default: the best there is.")] = None
     timeout: Annotated[
         float | None,
-        typer.Option(
-            "--timeout", parser=seconds, metavar="SECONDS", help="How long a rank may keep the others waiting [60]."
-        ),
+        option("--timeout", "How long a rank may keep the others waiting [60].", "SECONDS", seconds),
     ] = None
     top: Annotated[
         int | None,
-        typer.Option("--top", parser=natural, metavar="K", help="Run the best K plans, and compare their order."),
+        option("--top", "Run the best K plans, and compare their order.", "K", natural),
     ] = None
     join_timeout: Annotated[
         float | None,
-        typer.Option(
-            "--join-timeout", parser=seconds, metavar="SECONDS", help="How long to wait for all processes [300]."
-        ),
+        option("--join-timeout", "How long to wait for all processes [300].", "SECONDS", seconds),
     ] = None
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="DIR", help="Save a checkpoint in this folder at the end.")
-    ] = None
-    save_every: Annotated[
-        int | None, typer.Option("--save-every", parser=natural, metavar="N", help="And after every N steps.")
-    ] = None
+    save: Annotated[Path | None, option("--save", "Save a checkpoint in this folder at the end.", "DIR")] = None
+    save_every: Annotated[int | None, option("--save-every", "And after every N steps.", "N", natural)] = None
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="DIR", help="Go on from a checkpoint, or the newest in a folder of them."),
+        option("--resume", "Go on from a checkpoint, or the newest in a folder of them.", "DIR"),
     ] = None
-    force: Annotated[
-        bool, typer.Option("--force", help="Start even if the prediction says that memory does not suffice.")
-    ] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what each rank would do; start nothing.")] = (
-        False
-    )
-    log_dir: Annotated[
-        Path | None, typer.Option("--log-dir", metavar="DIR", help="Keep what every rank says in DIR/device<rank>.")
-    ] = None
+    force: Annotated[bool, option("--force", "Start even if the prediction says that memory does not suffice.")] = False
+    dry_run: Annotated[bool, option("--dry-run", "Only tell what each rank would do; start nothing.")] = False
+    log_dir: Annotated[Path | None, option("--log-dir", "Keep what every rank says in DIR/device<rank>.", "DIR")] = None
     log_every: Annotated[
         int | None,
-        typer.Option("--log-every", parser=natural, metavar="N", help="Say the loss after every N steps, on stderr."),
+        option("--log-every", "Say the loss after every N steps, on stderr.", "N", natural),
     ] = None
-    virtual: Annotated[
-        bool, typer.Option("--virtual", help="Sleep instead of computing: any number of ranks on a few cores.")
-    ] = False
+    virtual: Annotated[bool, option("--virtual", "Sleep instead of computing: any number of ranks on a few cores.")] = (
+        False
+    )
     stragglers: Stragglers = None
     slowdown: Slowdown = None
     slow_link: SlowLinks = None
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Clock every instruction, and say why the prediction was off.")
-    ] = False
+    measure: Annotated[bool, option("--measure", "Clock every instruction, and say why the prediction was off.")] = (
+        False
+    )
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write the step as predicted and as measured for Perfetto."),
+        option("--trace", "Write the step as predicted and as measured for Perfetto.", "FILE"),
     ] = None
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")] = None
+    out: Annotated[Path | None, option("--out", "Write the result as JSON.", "FILE")] = None
     trust_file: TrustFile = False
-    as_json: JsonFlag = False
-    quiet: QuietFlag = False
-    debug: DebugFlag = False
 
     def check(self) -> None:
         """Raise InputError where options mean nothing together."""

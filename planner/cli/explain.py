@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, TrustFile
+from planner.cli.options import TrustFile, option, tells
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from planner.planning.one_stage import Candidate
 
 
+@tells
 def explain(
+    terminal: Terminal,
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
     why_not: Annotated[
         list[str],
-        typer.Option("--why-not", metavar="KEY=VALUE", help="A pin that the plan was not given; may be repeated."),
+        option("--why-not", "A pin that the plan was not given; may be repeated.", "KEY=VALUE"),
     ],
     trust_file: TrustFile = False,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Say why a plan is not another one: the best plan under a pin beside it, task by task.
 
@@ -42,7 +41,6 @@ def explain(
     from planner.plans.file import read_plan
     from planner.plans.pins import read_pins
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     pins = read_pins(why_not)
     plan = read_plan(strategy)
     said = " ".join(f"{name}={value}" for name, value in pins.named().items())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from planner.cli.check import CheckedFormat
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, TrustFile, check_out
+from planner.cli.options import TrustFile, check_out, option, tells
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -27,19 +27,16 @@ _SUFFIX = {"chakra": "", "schedule-csv": ".csv", "pytorch": ".py"}
 _VERSION = {"schedule-csv": "torch 2.9", "mindspore": "2.10", "meshwright": "2"}
 
 
+@tells
 def export(
+    terminal: Terminal,
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file, of either format.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where to write; by default beside the strategy.")
-    ] = None,
-    to: Annotated[Format, typer.Option("--to", help="The format to write.")] = "mindspore",
+    out: Annotated[Path | None, option("--out", "Where to write; by default beside the strategy.", "FILE")] = None,
+    to: Annotated[Format, option("--to", "The format to write.")] = "mindspore",
     rounds: Annotated[
-        bool, typer.Option("--round", help="Write the nearest plan that the framework can run, and list what differs.")
+        bool, option("--round", "Write the nearest plan that the framework can run, and list what differs.")
     ] = False,
     trust_file: TrustFile = False,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Write a plan for the framework that trains with it, or as MindSpore's JSON strategy file.
 
@@ -58,7 +55,6 @@ def export(
     from planner.plans.file import export_mindspore, read_strategy, write_plan
     from simulator.whole_file import write_whole
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     form = FORMATS.get(to)
     found = read_strategy(strategy)
     path = out or strategy.with_suffix(f".{to}{form.suffix if form else _SUFFIX.get(to, '.json')}")

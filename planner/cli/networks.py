@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
+from planner.cli.options import tells
 from planner.cli.terminal import Terminal
 
 
-def networks(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFlag = False) -> None:
+@tells
+def networks(terminal: Terminal) -> None:
     """List the networks that are built in.
 
     \b
@@ -22,7 +23,6 @@ def networks(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFl
     """
     from planner.networks import list_networks
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     found = list_networks()
     if terminal.json:
         terminal.document({"networks": [asdict(network) for network in found]})

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from planner.cli.terminal import DEBUG_KEY
+from planner.cli.terminal import DEBUG_KEY, Terminal
 from planner.plans.pins import PIN_NAMES, read_pins
 from planner.plans.request import OptimizerName, ParallelMode, Precision, Request, SearchMode
 from simulator.errors import InputError
@@ -21,6 +24,11 @@ MAX_DEVICES = 2**20
 MAX_COUNTS = 100
 MAX_PLANS = 100
 ELLIPSES = ("…", "...")
+
+
+def option(name: str, text: str, metavar: str | None = None, parser: Callable[[str], object] | None = None) -> Any:
+    """An option by its name, its help, what its value is called there, and how it is read."""
+    return typer.Option(name, parser=parser, metavar=metavar, help=text)
 
 
 def _remember_debug(context: typer.Context, wanted: bool) -> bool:
@@ -91,7 +99,7 @@ def _trust(context: typer.Context, given: bool) -> bool:
     return given
 
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
+JsonFlag = Annotated[bool, option("--json", "Print one JSON document on stdout and nothing else there.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what a script needs.")]
 DebugFlag = Annotated[
     bool, typer.Option("--debug", callback=_remember_debug, is_eager=True, help="Show where an error comes from.")
@@ -102,88 +110,122 @@ TrustFile = Annotated[
         "--trust-file", callback=_trust, is_eager=True, help="Load pt2:FILE, although that may run code in it."
     ),
 ]
-GlobalBatch = Annotated[
-    int | None, typer.Option("--global-batch", parser=natural, metavar="N", help="Samples of one step.")
-]
-SequenceLength = Annotated[
-    int | None, typer.Option("--seq-len", parser=natural, metavar="N", help="Tokens of one sample.")
-]
-PrecisionOption = Annotated[Precision | None, typer.Option("--precision", help="Default: the profile's.")]
-OptimizerOption = Annotated[OptimizerName | None, typer.Option("--optimizer", help="Default: the network's.")]
-SoftwareOption = Annotated[
-    str | None,
-    typer.Option(
-        "--software",
-        metavar="NAME",
-        help="The software it will run on, such as megatron_core; by default what is usual (meshwright software).",
-    ),
-]
-AttentionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--attention",
-        metavar="KIND",
-        help="How attention runs: flash, flash2 or vendor (fused), fused_softmax or unfused (scores in memory).",
-    ),
-]
-NormsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--norms",
-        metavar="KIND",
-        help="How RMSNorm runs: fused (one kernel) or unfused (single operators); by default as the software has it.",
-    ),
-]
-ExpertImbalanceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--expert-imbalance",
-        metavar="RATIO",
-        help="Tokens of the busiest rank of experts over an even share [1].",
-    ),
-]
-MemoryHeadroomOption = Annotated[
-    float | None,
-    typer.Option(
-        "--memory-headroom",
-        metavar="FRACTION",
-        help="The part of a device's usable memory that a plan leaves free, such as 0.1.",
-    ),
-]
-PinTexts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        metavar="KEY=VALUE",
-        help=f"Fix a dimension, such as tp=8; may be given several times. Keys: {', '.join(PIN_NAMES)}.",
-    ),
-]
+Given = TypeVar("Given")
+_FLAGS = {"as_json": JsonFlag, "quiet": QuietFlag, "debug": DebugFlag}
+
+
+def tells(run: Callable[..., None]) -> Callable[..., None]:
+    """Make a function that tells its `terminal` something a command, with the options that say how it does."""
+    types = get_type_hints(run, include_extras=True)
+    own = [one for name, one in signature(run).parameters.items() if name != "terminal"]
+    return _command(run, [one.replace(annotation=types[one.name]) for one in own], run)
+
+
+def takes(arguments: type[Given]) -> Callable[[Callable[[Given, Terminal], None]], Callable[..., None]]:
+    """Make a function of one dataclass a command: each field is an argument or option, its own before inherited ones.
+
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Greeting:
+    ...     name: str
+    ...     times: int = 1
+    >>> @takes(Greeting)
+    ... def greet(given: Greeting, terminal: Terminal) -> None:
+    ...     print(f"hello {given.name}" * given.times)
+    >>> list(signature(greet).parameters)
+    ['name', 'times', 'as_json', 'quiet', 'debug']
+    >>> greet(name="there")
+    hello there
+    """
+    types = get_type_hints(arguments, include_extras=True)
+    known = [field for field in fields(arguments) if field.init]  # type: ignore[arg-type]
+    known.sort(key=lambda field: field.name not in arguments.__annotations__)
+    parameters = [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=types[field.name],
+        )
+        for field in known
+    ]
+
+    def decorate(run: Callable[[Given, Terminal], None]) -> Callable[..., None]:
+        return _command(run, parameters, lambda terminal, **values: run(arguments(**values), terminal))
+
+    return decorate
+
+
+def _command(
+    run: Callable[..., None], parameters: Sequence[Parameter], call: Callable[..., None]
+) -> Callable[..., None]:
+    """The function `call` as a command of these parameters and of those that say how it tells what it finds."""
+    flags = (Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind) for name, kind in _FLAGS.items())
+    every = [*(one.replace(kind=Parameter.KEYWORD_ONLY) for one in parameters), *flags]
+
+    @wraps(run)
+    def command(*, as_json: bool = False, quiet: bool = False, debug: bool = False, **values: Any) -> None:
+        call(terminal=Terminal.open(as_json=as_json, quiet=quiet, debug=debug), **values)
+
+    command.__annotations__ = {one.name: one.annotation for one in every} | {"return": None}
+    command.__signature__ = Signature(every, return_annotation=None)  # type: ignore[attr-defined]
+    return command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """Options of commands that plan, None where not given."""
 
-    global_batch: GlobalBatch = None
-    sequence_length: SequenceLength = None
-    precision: PrecisionOption = None
-    optimizer: OptimizerOption = None
-    search_mode: Annotated[SearchMode | None, typer.Option("--search-mode", help="Default: dynamic_programming.")] = (
-        None
-    )
-    parallel_mode: Annotated[ParallelMode | None, typer.Option("--parallel-mode", help="Default: auto_parallel.")] = (
-        None
-    )
-    pins: PinTexts = None
-    software: SoftwareOption = None
-    attention: AttentionOption = None
-    norms: NormsOption = None
-    expert_imbalance: ExpertImbalanceOption = None
-    memory_headroom: MemoryHeadroomOption = None
+    global_batch: Annotated[int | None, option("--global-batch", "Samples of one step.", "N", natural)] = None
+    sequence_length: Annotated[int | None, option("--seq-len", "Tokens of one sample.", "N", natural)] = None
+    precision: Annotated[Precision | None, option("--precision", "Default: the profile's.")] = None
+    optimizer: Annotated[OptimizerName | None, option("--optimizer", "Default: the network's.")] = None
+    search_mode: Annotated[SearchMode | None, option("--search-mode", "Default: dynamic_programming.")] = None
+    parallel_mode: Annotated[ParallelMode | None, option("--parallel-mode", "Default: auto_parallel.")] = None
+    pins: Annotated[
+        list[str] | None,
+        option(
+            "--pin",
+            f"Fix a dimension, such as tp=8; may be given several times. Keys: {', '.join(PIN_NAMES)}.",
+            "KEY=VALUE",
+        ),
+    ] = None
+    software: Annotated[
+        str | None,
+        option(
+            "--software",
+            "The software it will run on, such as megatron_core; by default what is usual (meshwright software).",
+            "NAME",
+        ),
+    ] = None
+    attention: Annotated[
+        str | None,
+        option(
+            "--attention",
+            "How attention runs: flash, flash2 or vendor (fused), fused_softmax or unfused (scores in memory).",
+            "KIND",
+        ),
+    ] = None
+    norms: Annotated[
+        str | None,
+        option(
+            "--norms",
+            "How RMSNorm runs: fused (one kernel) or unfused (single operators); by default as the software has it.",
+            "KIND",
+        ),
+    ] = None
+    expert_imbalance: Annotated[
+        float | None,
+        option("--expert-imbalance", "Tokens of the busiest rank of experts over an even share [1].", "RATIO"),
+    ] = None
+    memory_headroom: Annotated[
+        float | None,
+        option(
+            "--memory-headroom",
+            "The part of a device's usable memory that a plan leaves free, such as 0.1.",
+            "FRACTION",
+        ),
+    ] = None
     trust_file: TrustFile = False
-    as_json: JsonFlag = False
-    quiet: QuietFlag = False
-    debug: DebugFlag = False
 
     def asked(self) -> dict[str, Any]:
         """Return the options that were given, under the names of the fields of `planner.plans.request.Request`."""
@@ -194,15 +236,15 @@ class RequestOptions:
 
 Stragglers = Annotated[
     int | None,
-    typer.Option("--stragglers", parser=natural_or_zero, metavar="K", help="Also the step with K slow ranks, drawn."),
+    option("--stragglers", "Also the step with K slow ranks, drawn.", "K", natural_or_zero),
 ]
 Slowdown = Annotated[
     float | None,
-    typer.Option("--slowdown", parser=rate, metavar="FACTOR", help="How much longer a slow rank computes [1.5]."),
+    option("--slowdown", "How much longer a slow rank computes [1.5].", "FACTOR", rate),
 ]
 SlowLinks = Annotated[
     list[str] | None,
-    typer.Option("--slow-link", metavar="LEVEL=SHARE", help="One link of a level at a share of its bandwidth."),
+    option("--slow-link", "One link of a level at a share of its bandwidth.", "LEVEL=SHARE"),
 ]
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.arguments import takes
-from planner.cli.options import RequestOptions, check_out, how_many, natural
+from planner.cli.options import RequestOptions, check_out, how_many, natural, option, takes
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -29,27 +28,21 @@ class PlanArguments(RequestOptions):
         str | None,
         typer.Argument(help="zoo:NAME, hf:PATH, timm:NAME, tv:NAME, py:module:factory or pt2:FILE.", metavar="NETWORK"),
     ] = None
-    hardware: Annotated[
-        str | None, typer.Option("--hw", metavar="PROFILE", help="A profile's name or the path of one.")
-    ] = None
-    devices: Annotated[
-        int | None, typer.Option("--devices", parser=natural, metavar="N", help="Number of devices.")
-    ] = None
+    hardware: Annotated[str | None, option("--hw", "A profile's name or the path of one.", "PROFILE")] = None
+    devices: Annotated[int | None, option("--devices", "Number of devices.", "N", natural)] = None
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE.yaml", help="Take these options from a file; the command line wins."),
+        option("--config", "Take these options from a file; the command line wins.", "FILE.yaml"),
     ] = None
     hints: Annotated[
         Path | None,
-        typer.Option("--hints", metavar="FILE.yaml", help="Placements of operators by pattern; see docs/search.md."),
+        option("--hints", "Placements of operators by pattern; see docs/search.md.", "FILE.yaml"),
     ] = None
     top: Annotated[
         int | None,
-        typer.Option("--top", parser=how_many, metavar="N", help="How many plans to show [5]; given, all are written."),
+        option("--top", "How many plans to show [5]; given, all are written.", "N", how_many),
     ] = None
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="The strategy file to write [strategy.json].")
-    ] = None
+    out: Annotated[Path | None, option("--out", "The strategy file to write [strategy.json].", "FILE")] = None
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also where the time goes, why others lost, and what was proved.")
     ] = False
@@ -69,7 +62,7 @@ class PlanArguments(RequestOptions):
 
 
 @takes(PlanArguments)
-def plan(given: PlanArguments) -> None:
+def plan(given: PlanArguments, terminal: Terminal) -> None:
     """Find the fastest plan for a network on a cluster.
 
     The best plan is written to a strategy file.
@@ -93,7 +86,6 @@ def plan(given: PlanArguments) -> None:
     """
     from planner.cli.config import GivenOptions, with_config
 
-    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
     settings, config = given.settings(), given.config
     found = GivenOptions(settings=settings) if config is None else with_config(settings, config)
     for note in found.notes:
@@ -117,7 +109,7 @@ def _run(terminal: Terminal, found: GivenOptions, config: Path | None, given: Pl
             result, request = (_stored(request, found.stored), request) if found.stored else _planned(request, patience)
     if not asked.software:
         result = replace(result, messages=(*result.messages, software_note(request.software)))
-    if given.debug and result.timings:
+    if terminal.debug and result.timings:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
     _finish(terminal, request, result, path, several=settings.top is not None, given=given, asked=asked.devices)
 

@@ -6,16 +6,15 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_out
+from planner.cli.options import check_out, option, tells
 from planner.cli.terminal import Terminal
 
 profiles = typer.Typer(rich_markup_mode=None, invoke_without_command=True, add_completion=False)
 
 
 @profiles.callback()
-def _profiles(
-    context: typer.Context, as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFlag = False
-) -> None:
+@tells
+def _profiles(context: typer.Context, terminal: Terminal) -> None:
     """List, show, check and make hardware profiles; write rank tables.
 
     \b
@@ -27,11 +26,10 @@ def _profiles(
       meshwright profiles rank-table ascend910b-atlas800t-a2 --servers 10.0.0.1,10.0.0.2
     """
     if context.invoked_subcommand is None:
-        list_profiles(as_json=as_json, quiet=quiet, debug=debug)
+        list_profiles(terminal)
 
 
-@profiles.command("list")
-def list_profiles(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFlag = False) -> None:
+def list_profiles(terminal: Terminal) -> None:
     """List the profiles that are built in.
 
     \b
@@ -41,7 +39,6 @@ def list_profiles(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: De
     from planner.planning.documents import profile_document
     from simulator.profiles import load_profile, profile_names
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if terminal.quiet and not terminal.json:
         for name in profile_names():
             terminal.line(name)
@@ -55,12 +52,14 @@ def list_profiles(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: De
         terminal.show(profile_table(found))
 
 
+profiles.command("list")(tells(list_profiles))
+
+
 @profiles.command()
+@tells
 def show(
+    terminal: Terminal,
     name: Annotated[str, typer.Argument(metavar="NAME", help="A profile's name or the path of one.")],
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Show every number of a profile with its source.
 
@@ -72,7 +71,6 @@ def show(
     from simulator.hardware import describe
     from simulator.profiles import load_profile
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     hardware = load_profile(name)
     if terminal.json:
         rows = [{"field": row.field, "value": row.value, "source": row.source} for row in describe(hardware)]
@@ -87,13 +85,12 @@ def show(
 
 
 @profiles.command()
+@tells
 def check(
+    terminal: Terminal,
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="The YAML file of a profile, or PROFILE@FILE of a real cluster.")
     ],
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Check the YAML file of a profile, or a rank table; the error names the field that is wrong.
 
@@ -105,7 +102,6 @@ def check(
     from planner.planning.documents import profile_document
     from simulator.profiles import check_profile, is_cluster_file
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     hardware = check_profile(file)
     if terminal.json:
         terminal.document({**profile_document(hardware), "file": file, "valid": True})
@@ -116,16 +112,13 @@ def check(
 
 
 @profiles.command("new")
+@tells
 def new_profile(
+    terminal: Terminal,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new profile.")],
-    base: Annotated[str, typer.Option("--from", metavar="PROFILE", help="The shipped profile that it is based on.")],
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A number that is other than there.")
-    ] = None,
-    out: Annotated[str | None, typer.Option("--out", help="Where to write it; NAME.yaml unless given.")] = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    base: Annotated[str, option("--from", "The shipped profile that it is based on.", "PROFILE")],
+    settings: Annotated[list[str] | None, option("--set", "A number that is other than there.", "KEY=VALUE")] = None,
+    out: Annotated[str | None, option("--out", "Where to write it; NAME.yaml unless given.")] = None,
 ) -> None:
     """Write a profile that is a shipped one with some numbers set.
 
@@ -141,7 +134,6 @@ def new_profile(
     from simulator.profile_new import new_profile as made
     from simulator.profiles import write_profile
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     path = out or f"{name}.yaml"
     check_out("--out", path)
     hardware = write_profile(made(name, base, settings or ()), path)
@@ -152,13 +144,12 @@ def new_profile(
 
 
 @profiles.command("infragraph")
+@tells
 def infragraph(
+    terminal: Terminal,
     name: Annotated[str, typer.Argument(metavar="PROFILE", help="Profile of the nodes.")],
     devices: Annotated[int, typer.Option("--devices", min=1, help="Devices of whole nodes.")],
-    out: Annotated[str, typer.Option("--out", help="Where to write it.")] = "infragraph.json",
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    out: Annotated[str, option("--out", "Where to write it.")] = "infragraph.json",
 ) -> None:
     """Write nodes of a profile as an InfraGraph, for simulators of networks.
 
@@ -173,7 +164,6 @@ def infragraph(
     from simulator.profiles import load_profile
     from simulator.whole_file import write_whole
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     check_out("--out", out)
     path = write_whole(out, json.dumps(made(load_profile(name), devices), indent=1) + "\n")
     said = f"{path}: {devices} devices of {name}"
@@ -181,22 +171,21 @@ def infragraph(
 
 
 @profiles.command("rank-table")
+@tells
 def rank_table(
+    terminal: Terminal,
     source: Annotated[str, typer.Argument(metavar="PROFILE|FILE", help="Profile of the servers, or a rank table.")],
     servers: Annotated[
-        str | None, typer.Option("--servers", help="Addresses of the servers in the order of their ranks: A,B,…")
+        str | None, option("--servers", "Addresses of the servers in the order of their ranks: A,B,…")
     ] = None,
     devices: Annotated[
         int | None, typer.Option("--devices-per-server", min=1, help="Devices of each server; all unless given.")
     ] = None,
     address: Annotated[
-        str, typer.Option("--device-ip", help="Address of a port; {server} and {device} count from 0.")
+        str, option("--device-ip", "Address of a port; {server} and {device} count from 0.")
     ] = "192.{device}.27.{server}",
-    form: Annotated[str, typer.Option("--form", help="group_list, 1.0 or 1.2.")] = "1.0",
-    out: Annotated[str, typer.Option("--out", help="Where to write it.")] = "rank_table.json",
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    form: Annotated[str, option("--form", "group_list, 1.0 or 1.2.")] = "1.0",
+    out: Annotated[str, option("--out", "Where to write it.")] = "rank_table.json",
 ) -> None:
     """Write an HCCL rank table for servers of a profile, or rewrite one in another form.
 
@@ -211,7 +200,6 @@ def rank_table(
     from simulator.profiles import load_profile, split_cluster_file
     from simulator.whole_file import write_whole
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     _, file = split_cluster_file(source)
     check_out("--out", out, (file or None,))
     if file and (servers or devices):

@@ -6,25 +6,20 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, TrustFile, natural_or_zero
+from planner.cli.options import TrustFile, natural_or_zero, option, tells
 from planner.cli.terminal import Terminal
 
 
+@tells
 def serve(
+    terminal: Terminal,
     networks: Annotated[
         list[str] | None,
         typer.Argument(help="Networks beside those of the zoo, as `plan` takes them.", metavar="[NETWORK]..."),
     ] = None,
-    hardware: Annotated[
-        list[str] | None, typer.Option("--hw", metavar="PROFILE", help="A profile of yours; may be repeated.")
-    ] = None,
-    port: Annotated[
-        int, typer.Option("--port", parser=natural_or_zero, metavar="N", help="Port; 0 takes a free one.")
-    ] = 8765,
+    hardware: Annotated[list[str] | None, option("--hw", "A profile of yours; may be repeated.", "PROFILE")] = None,
+    port: Annotated[int, option("--port", "Port; 0 takes a free one.", "N", natural_or_zero)] = 8765,
     trust_file: TrustFile = False,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Serve a page that plans: network, hardware, devices and pins as controls, plans and the step as pictures.
 
@@ -40,7 +35,6 @@ def serve(
     from reports.served import LOOPBACK, Served, server
     from simulator.profiles import load_profile
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     for name in hardware or ():
         load_profile(name)
     for name in networks or ():

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from planner.cli.arguments import takes
-from planner.cli.options import check_out
-from planner.cli.simulate_options import SimulateArguments
+import typer
+
+from planner.cli.options import (
+    Slowdown,
+    SlowLinks,
+    Stragglers,
+    TrustFile,
+    check_out,
+    natural_or_zero,
+    option,
+    rate,
+    takes,
+)
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -28,8 +38,86 @@ if TYPE_CHECKING:
     from simulator.schedules import Schedule
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateArguments:
+    """Arguments and options, None where not given."""
+
+    strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")]
+    hardware: Annotated[str | None, option("--hw", "Default: the one the plan was made for.", "PROFILE")] = None
+    software: Annotated[
+        str | None,
+        option("--software", "Default: that of the plan; usual for what is usual.", "NAME"),
+    ] = None
+    engine: Annotated[Literal["fast", "reference"], option("--engine", "Array based, or SimPy.")] = "fast"
+    trace: Annotated[Path | None, option("--trace", "Write the step for Perfetto or Chrome.", "FILE")] = None
+    schedule_file: Annotated[
+        Path | None, option("--schedule-file", "Order of passes, as PyTorch writes it.", "CSV")
+    ] = None
+    stragglers: Stragglers = None
+    slowdown: Slowdown = None
+    slow_link: SlowLinks = None
+    goodput: Annotated[bool, option("--goodput", "Also what failures and checkpoints leave.")] = False
+    checkpoint_interval: Annotated[
+        float | None,
+        option("--checkpoint-interval", "Default: Daly's optimum.", "SECONDS", rate),
+    ] = None
+    asynchronous: Annotated[bool, option("--async-checkpoint", "Checkpoints are written while training goes on.")] = (
+        False
+    )
+    device_mtbf: Annotated[
+        float | None,
+        option("--device-mtbf", "Between failures of one device.", "SECONDS", rate),
+    ] = None
+    restart: Annotated[
+        float | None,
+        option("--restart", "From a failure to a running job.", "SECONDS", rate),
+    ] = None
+    storage_bandwidth: Annotated[
+        float | None,
+        option("--storage-bandwidth", "What one node writes.", "BYTES/S", rate),
+    ] = None
+    snapshot_bandwidth: Annotated[
+        float | None,
+        option("--snapshot-bandwidth", "From a device to its host.", "BYTES/S", rate),
+    ] = None
+    days: Annotated[float | None, option("--days", "Length of the simulated jobs [30].", "N", rate)] = None
+    seed: Annotated[int, option("--seed", "Of slow ranks and failures.", "N", natural_or_zero)] = 0
+    trust_file: TrustFile = False
+
+    def reliability(self) -> ReliabilityOptions:
+        """What is asked of slow ranks and failures.
+
+        Raises
+        ------
+        InputError
+            Options are given that mean nothing without another.
+        """
+        from planner.cli.reliability import JobOptions, ReliabilityOptions, SlowOptions
+
+        given = {
+            "device_mtbf_s": self.device_mtbf,
+            "restart_s": self.restart,
+            "storage_bandwidth_bytes_per_s": self.storage_bandwidth,
+            **({"snapshot_bandwidth_bytes_per_s": self.snapshot_bandwidth} if self.asynchronous else {}),
+        }
+        job = JobOptions(
+            given=given,
+            interval_s=self.checkpoint_interval,
+            asynchronous=self.asynchronous,
+            days=self.days,
+            seed=self.seed,
+        )
+        job.check(wanted=self.goodput)
+        slow = SlowOptions.read(self.stragglers, self.slowdown, self.slow_link or (), seed=self.seed)
+        if self.snapshot_bandwidth is not None and not self.asynchronous:
+            raise InputError("--snapshot-bandwidth was given without --async-checkpoint; add it")
+        return ReliabilityOptions(
+            slow=slow if slow.ranks is not None or slow.links else None, job=job if self.goodput else None
+        )
+
+
 @takes(SimulateArguments)
-def simulate(given: SimulateArguments) -> None:
+def simulate(given: SimulateArguments, terminal: Terminal) -> None:
     """Simulate one training step of a plan, task by task; with failures, a whole job.
 
     \b
@@ -52,7 +140,6 @@ def simulate(given: SimulateArguments) -> None:
     from simulator import engine as reference
     from simulator.schedules.exchange import parse_schedule_csv
 
-    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
     extra = given.reliability()
     if given.trace is not None:
         check_out("--trace", given.trace, (given.strategy, given.hardware))

@@ -6,16 +6,15 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
+from planner.cli.options import tells
 from planner.cli.terminal import Terminal
 
 software = typer.Typer(rich_markup_mode=None, invoke_without_command=True, add_completion=False)
 
 
 @software.callback()
-def _software(
-    context: typer.Context, as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFlag = False
-) -> None:
+@tells
+def _software(context: typer.Context, terminal: Terminal) -> None:
     """List and show the software that plans are predicted for.
 
     \b
@@ -24,11 +23,10 @@ def _software(
       meshwright software show megatron_core
     """
     if context.invoked_subcommand is None:
-        list_software(as_json=as_json, quiet=quiet, debug=debug)
+        list_software(terminal)
 
 
-@software.command("list")
-def list_software(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFlag = False) -> None:
+def list_software(terminal: Terminal) -> None:
     """List the software that --software takes, and where each is what plans are predicted for without it.
 
     \b
@@ -37,7 +35,6 @@ def list_software(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: De
     """
     from planner.planning.documents import software_document, software_names
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if terminal.quiet and not terminal.json:
         for name in software_names():
             terminal.line(name)
@@ -51,12 +48,14 @@ def list_software(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: De
         terminal.show(software_table(found))
 
 
+software.command("list")(tells(list_software))
+
+
 @software.command()
+@tells
 def show(
+    terminal: Terminal,
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name of meshwright software list.")],
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Show what a software makes of kernels, launches, messages and memory, each number with its source.
 
@@ -66,7 +65,6 @@ def show(
     """
     from planner.planning.documents import software_document, software_rows
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     found, rows = software_document(name), software_rows(name)
     if terminal.json:
         terminal.document(found | {"rows": rows})

@@ -71,9 +71,10 @@ class Terminal:
     out: IO[str]
     err: IO[str]
     width: int | None = None
+    debug: bool = False
 
     @classmethod
-    def open(cls, *, as_json: bool, quiet: bool) -> Terminal:
+    def open(cls, *, as_json: bool, quiet: bool, debug: bool = False) -> Terminal:
         """The terminal of this process."""
         columns = os.environ.get("COLUMNS", "")
         return cls(
@@ -82,6 +83,7 @@ class Terminal:
             out=sys.stdout or StringIO(),  # None where it is closed
             err=sys.stderr or StringIO(),
             width=int(columns) if columns.isdecimal() and int(columns) else None,
+            debug=debug,
         )
 
     def console(self) -> Console:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_out
+from planner.cli.options import check_out, option, tells
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -22,26 +22,23 @@ if TYPE_CHECKING:
 _SHOWN_FAULTS = 20
 
 
+@tells
 def validate(
+    terminal: Terminal,
     measurements: Annotated[list[Path], typer.Argument(metavar="MEASUREMENTS.csv...", help="Measured training runs.")],
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The predictions, one row each.")] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="DIR", help="A page of figures and pictures, in this folder.")
-    ] = None,
+    out: Annotated[Path | None, option("--out", "The predictions, one row each.", "FILE")] = None,
+    report: Annotated[Path | None, option("--report", "A page of figures and pictures, in this folder.", "DIR")] = None,
     leave_one_source_out: Annotated[
         bool,
-        typer.Option(
+        option(
             "--leave-one-source-out",
-            help="Fit anew without each source, too, and predict it by that fit: what strangers can expect. Minutes.",
+            "Fit anew without each source, too, and predict it by that fit: what strangers can expect. Minutes.",
         ),
     ] = False,
     commands: Annotated[
         Path | None,
-        typer.Option("--commands", metavar="FILE", help="The command `meshwright plan …` of every row, one row each."),
+        option("--commands", "The command `meshwright plan …` of every row, one row each.", "FILE"),
     ] = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
 ) -> None:
     """Predict measured runs from their configurations alone, and say how far off the predictions are.
 
@@ -61,7 +58,6 @@ def validate(
     from planner.published.reading import read_measurements
     from simulator.whole_file import write_whole
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if out is not None:
         check_out("--out", out, measurements)
     rows = [row for path in measurements for row in read_measurements(path)]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.arguments import takes
-from planner.cli.options import RequestOptions, check_out, natural, read_device_counts, read_settings
+from planner.cli.options import RequestOptions, check_out, natural, option, read_device_counts, read_settings, takes
 from planner.cli.terminal import Terminal
 from simulator.errors import InfeasibleError, InputError
 
@@ -25,20 +24,18 @@ class WhatIfArguments(RequestOptions):
         str,
         typer.Argument(help="zoo:NAME, hf:PATH, timm:NAME, tv:NAME, py:module:factory or pt2:FILE.", metavar="NETWORK"),
     ]
-    hardware: Annotated[str, typer.Option("--hw", metavar="PROFILE[,PROFILE...]", help="Names or paths of profiles.")]
-    devices: Annotated[
-        str, typer.Option("--devices", metavar="8,16,...,4096", help="Device counts; an ellipsis continues them.")
-    ]
+    hardware: Annotated[str, option("--hw", "Names or paths of profiles.", "PROFILE[,PROFILE...]")]
+    devices: Annotated[str, option("--devices", "Device counts; an ellipsis continues them.", "8,16,...,4096")]
     batch_per_device: Annotated[
         int | None,
-        typer.Option("--batch-per-device", parser=natural, metavar="N", help="Samples of one step for each device."),
+        option("--batch-per-device", "Samples of one step for each device.", "N", natural),
     ] = None
     settings: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--set",
-            metavar="KEY=V1,V2,...",
-            help="Another axis: batch, seq_len, precision, a pin (tp), or a number of the profile (network).",
+            "Another axis: batch, seq_len, precision, a pin (tp), or a number of the profile (network).",
+            "KEY=V1,V2,...",
         ),
     ] = None
     jobs: Annotated[
@@ -49,10 +46,10 @@ class WhatIfArguments(RequestOptions):
     ] = None
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="dask://HOST:PORT", help="Plan on the workers of a Dask scheduler."),
+        option("--cluster", "Plan on the workers of a Dask scheduler.", "dask://HOST:PORT"),
     ] = None
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.")] = None
-    fresh: Annotated[bool, typer.Option("--fresh", help="Plan anew what an interrupted run has left.")] = False
+    out: Annotated[Path | None, option("--out", "Write a page with pictures.", "FILE.html")] = None
+    fresh: Annotated[bool, option("--fresh", "Plan anew what an interrupted run has left.")] = False
 
     def check(self) -> None:
         """Raise InputError where options mean nothing together, or the report cannot be written."""
@@ -88,7 +85,7 @@ class WhatIfArguments(RequestOptions):
 
 
 @takes(WhatIfArguments)
-def what_if(given: WhatIfArguments) -> None:
+def what_if(given: WhatIfArguments, terminal: Terminal) -> None:
     """Find the best plan at each device count.
 
     With --global-batch every count trains the same batch (strong scaling); else the batch grows with the
@@ -107,7 +104,6 @@ def what_if(given: WhatIfArguments) -> None:
 
     Exit code 3: no plan fits at any count.
     """
-    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
     options = given.options()
     given.check()
     _finish(terminal, options, _rows(terminal, options, given), given.out)

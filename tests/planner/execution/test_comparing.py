@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from planner.cli.comparison_tables import comparison_report, reasons
+from planner.cli.execution_tables import comparison_report, reasons
 from planner.execution.machine import FINISH, RUN, START
 from planner.execution.measuring.clocks import RankClocks, RankRecord, catalogue
 from planner.execution.measuring.comparing import BETWEEN, MESSAGES, OPERATORS, WAITING, ErrorRow, compare
