@@ -42,7 +42,7 @@ _GATHERS = frozenset({"aten.gather.default"})
 _SCATTERS = frozenset({"aten.scatter.src", "aten.scatter_add.default"})
 """Take what is made for them, and write to any place of a whole tensor."""
 _ADAPTED = frozenset({"base_layer", "lora_A", "lora_B"})
-"""Parts of products with adapters (`planner.networks.adapted_modules`)."""
+"""Parts of products with adapters (`planner.networks.hugging_face_parts`)."""
 _PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
 _AROUND_NORMS = frozenset({"aten.add.Tensor", "aten.relu.default", "aten.threshold_backward.default"})
 _SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_full.default", "aten.zeros_like.default"})

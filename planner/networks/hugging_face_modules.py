@@ -25,13 +25,17 @@ from transformers.pytorch_utils import Conv1D
 
 from planner.graph.masked_attention import masked_attention_operator, visible
 from planner.graph.tracing import unmaterialised
-from planner.networks.adapted_modules import adapt
 from planner.networks.adapters import Adapters
-from planner.networks.hugging_face_deepseek import CapturedLatentAttention, GroupedRouter, check_deepseek
-from planner.networks.hugging_face_recurrences import fused_recurrences
+from planner.networks.hugging_face_parts import (
+    CapturedLatentAttention,
+    GroupedRouter,
+    adapt,
+    check_deepseek,
+    features_first,
+    fused_recurrences,
+)
 from planner.networks.losses import mean_alignment_loss, mean_cross_entropy
 from planner.networks.network import Facts
-from planner.networks.placeholders import features_first
 from planner.networks.transformers_classes import (
     EXPERTS,
     MAXIMUM_LENGTH,

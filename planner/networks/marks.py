@@ -7,13 +7,20 @@ pass stay as they are, and a copy of the module keeps it. `marks_of` gathers the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.sharding.cuts import OperatorCuts
 from simulator.checks import boolean, integer
 from simulator.errors import ContextError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from planner.graph.operator_graph import OperatorGraph
+
 
 ATTRIBUTE = "_meshwright_marks"
 LARGEST_GROUP = 2**16
@@ -183,3 +190,42 @@ def marks_of(network: Any) -> Marks:
 def _marked(network: Any) -> Iterator[tuple[str, ModuleMarks]]:
     for path, module in network.named_modules(remove_duplicate=False):
         yield path, _own(module)
+
+
+LAYERWISE = "layerwise_parallel"
+
+
+def marked_layerwise(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a module whose ``layerwise_parallel`` is True."""
+    found = []
+    for name, parameter in module.named_parameters():
+        said = getattr(parameter, LAYERWISE, False)
+        if not isinstance(said, bool):
+            raise ContextError(f"{name}.{LAYERWISE}={said!r}: it must be True or False")
+        if said:
+            found.append(name)
+    return tuple(found)
+
+
+def layerwise_names(graph: OperatorGraph, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Names of the parameters of a network that patterns (``"head.*"``) name, in its order.
+
+    Raises
+    ------
+    ContextError
+        A pattern names no parameter.
+    """
+    from planner.graph.folding import unfold
+
+    whole = unfold(graph)
+    nodes = {parameter.name: whole.nodes[parameter.node].name for parameter in whole.parameters}
+    wanted: set[str] = set()
+    for pattern in patterns:
+        matching = [name for name in nodes if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ContextError(
+                f"layerwise_parallel: {pattern!r} names no parameter of {graph.network}; its parameters are "
+                f"{', '.join(list(nodes)[:8])}{', …' if len(nodes) > 8 else ''}"
+            )
+        wanted.update(matching)
+    return tuple(node for name, node in nodes.items() if name in wanted)

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from planner.graph.capture_errors import is_library, short_path
 from planner.networks.inputs import InputSpec
-from planner.networks.layerwise import marked_layerwise
-from planner.networks.marks import marks_of
+from planner.networks.marks import marked_layerwise, marks_of
 from planner.networks.network import Family, Network
 from planner.networks.sharded_call import know_calls
 from simulator.errors import InputError, NetworkError

@@ -14,8 +14,7 @@ from planner.graph.experts import experts_of, experts_per_token
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.lowering.checked import precision_dtype
 from planner.networks import Network, load_network
-from planner.networks.layerwise import layerwise_names
-from planner.networks.marks import Swap
+from planner.networks.marks import Swap, layerwise_names
 from planner.planning.configured import Configured
 from planner.planning.hosted import check_host_speed, check_host_tables
 from planner.planning.marked import SEMI_AUTOMATIC, marked, semi_automatic, with_groups

@@ -168,6 +168,12 @@ def mm(tape: Tape, x: TapeTensor, y: TapeTensor) -> TapeTensor:
     return tape.call("mm.default", x, y, dims=dims, kernel=Kernel.MATMUL, flops=_product_flops(x, y))
 
 
+def bmm(tape: Tape, x: TapeTensor, y: TapeTensor) -> TapeTensor:
+    """Multiply two stacks of matrices."""
+    flops = float(2 * elements(x.dims) * size(y.dims[2]))
+    return tape.call("bmm.default", x, y, dims=(*x.dims[:2], y.dims[2]), kernel=Kernel.MATMUL, flops=flops)
+
+
 def addmm(tape: Tape, bias: TapeTensor, x: TapeTensor, y: TapeTensor) -> TapeTensor:
     """Multiply two matrices and add a bias to every row."""
     dims = (x.dims[0], y.dims[1])

@@ -11,7 +11,7 @@ import torch
 from planner.graph.operator_graph import RECURRENCE, RECURRENCE_BACKWARD
 from planner.graph.recurrence import recurrence_flops, recurrence_operator
 from planner.networks import load_network
-from planner.networks.hugging_face_recurrences import fused_recurrences
+from planner.networks.hugging_face_parts import fused_recurrences
 from simulator.program import Kernel
 
 LENGTH, HEADS, SHARED = 7, 4, 2
