@@ -8,25 +8,30 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from planner.published.aims import (
+from planner.published.metrics import Accuracy, AccuracyResult, Metrics, ScoredRow, metrics_of_rows
+from planner.published.predictions import (
     ADAPTERS,
-    AIMS,
     ASCEND,
     BY_LAYERS_ALONE,
     CONVOLUTIONAL,
+    DOUBTS,
     ELSEWHERE,
     EXPERTS,
     FSDP,
     IN_PART,
     LOW_PRECISION,
     TRANSFORMERS,
+    prediction_lines,
+)
+from reports import accuracy_plots, page
+from reports.accuracy_aims import (
+    AIMS,
+    ROOFLINE,
+    UTILISATION,
     Aim,
+    baseline_errors,
     metrics_of,
 )
-from planner.published.baselines import ROOFLINE, UTILISATION, baseline_errors
-from planner.published.metrics import Accuracy, AccuracyResult, Metrics, ScoredRow, metrics_of_rows
-from planner.published.predictions import DOUBTS, prediction_lines
-from reports import accuracy_plots, page
 from reports.accuracy_outliers import memory_outliers, some, time_outliers, wrapped
 from reports.page import Cell, Html
 from simulator.quantities import percent_text

@@ -230,7 +230,12 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
             RecomputeRange(first=part.first, last=part.last, mode=part.mode, messages=part.messages)
             for part in model.recompute.ranges
         ),
-        offload_ranges=_offload_ranges(model),
+        offload_ranges=tuple(
+            OffloadRange(
+                first=part.first, last=part.last, swap=Swap(prefetch=part.prefetch, operators=tuple(part.operators))
+            )
+            for part in model.offload_activations
+        ),
         exchange=_exchange_of(model.exchange),
         **{name: getattr(model, name) for name in _SAME},
     )
@@ -244,15 +249,6 @@ def _offloaded(plan: Plan) -> list[dict[str, object]]:
         | ({"operators": [*part.swap.operators]} if part.swap.operators else {})
         for part in plan.offload_ranges
     ]
-
-
-def _offload_ranges(model: StrategyModel) -> tuple[OffloadRange, ...]:
-    return tuple(
-        OffloadRange(
-            first=part.first, last=part.last, swap=Swap(prefetch=part.prefetch, operators=tuple(part.operators))
-        )
-        for part in model.offload_activations
-    )
 
 
 def _recomputed(plan: Plan) -> list[dict[str, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -25,16 +26,9 @@ Positive = Annotated[int, Field(ge=1, lt=2**53)]
 Seconds = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0)]
 CHOICES = {
-    "axis",
-    "mode",
-    "precision",
-    "optimizer",
-    "parallel_mode",
-    "search_mode",
-    "optimizer_sharding",
-    "context_algorithm",
+    "axis", "mode", "precision", "optimizer", "parallel_mode", "search_mode", "optimizer_sharding", "context_algorithm",
     "schedule",
-}
+}  # fmt: skip
 """Fields whose allowed values are what is supported today."""
 
 RuleTexts = dict[Text, list[Annotated[str, Field(max_length=65536)]]]
@@ -323,162 +317,135 @@ def data_sharding(mesh: Mesh) -> dict[str, str]:
 
 def check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
     """Raise StrategyError, naming `source` and the field, where two fields contradict each other."""
+    for part in (_mesh_faults, _stage_faults, _state_faults, _batch_faults, _layer_faults):
+        for fault in part(model, mesh):
+            raise StrategyError(f"{source}: {fault}")
+
+
+def _mesh_faults(model: StrategyModel, mesh: Mesh) -> Iterator[str]:
     names = [axis.name for axis in mesh.axes]
     if len(set(names)) < len(names):
-        raise StrategyError(f"{source}: mesh: axis names {names} repeat; give each axis a name of its own")
-    if model.data_sharding != data_sharding(mesh):
-        raise StrategyError(
-            f"{source}: data_sharding: {model.data_sharding} is not {data_sharding(mesh)}, "
-            "which this mesh asks for; correct it"
-        )
-    _check_stages(model, mesh, source)
-    _check_ranks(model, mesh, source)
-    _check_recompute(model, source)
-    _check_storage(model, mesh, source)
-    _check_host(model, source)
-    _check_passes(model, source)
-    shards = prod(axis.size for axis in mesh.axes if axis.name in ("data", "expert"))
-    batch = model.batch
-    if batch.global_ != batch.micro * batch.micro_batches * shards:
-        raise StrategyError(
-            f"{source}: batch.global: {batch.global_} is not micro {batch.micro} × micro_batches {batch.micro_batches} "
-            f"× data-parallel size {shards}; make the product equal"
-        )
-    _check_copies(model, source)
-    if model.prediction is not None:
-        low, high = model.prediction.interval_s
-        if not low <= model.prediction.step_time_s <= high:
-            raise StrategyError(
-                f"{source}: prediction.interval_s: {[low, high]} does not hold step_time_s "
-                f"{model.prediction.step_time_s}; correct it or plan again with `meshwright plan`"
-            )
-    taken: dict[str, int] = {}
-    for index, run in enumerate(model.layers):
-        if run.first > run.last or run.first < taken.get(run.prefix, 0):
-            raise StrategyError(
-                f"{source}: layers.{index}: layers {run.first} to {run.last} of {run.prefix!r} must follow "
-                "the ranges before them; write ranges in order and without overlap"
-            )
-        taken[run.prefix] = run.last + 1
+        yield f"mesh: axis names {names} repeat; give each axis a name of its own"
+    if model.data_sharding != (asked := data_sharding(mesh)):
+        yield f"data_sharding: {model.data_sharding} is not {asked}, which this mesh asks for; correct it"
 
 
-def _check_passes(model: StrategyModel, source: str) -> None:
-    count, chunks = model.batch.micro_batches, model.pipeline.ranks * model.pipeline.virtual
-    most = min(MOST_MICRO_BATCHES, MOST_PASSES // chunks)
-    if count > most:
-        raise StrategyError(
-            f"{source}: batch.micro_batches: {count} is more than the {most} that are simulated"
-            f"{f' through {chunks} chunks' if chunks > 1 else ''}; plan a smaller batch"
-        )
-
-
-def _check_stages(model: StrategyModel, mesh: Mesh, source: str) -> None:
-    pipeline, stages = model.pipeline, model.stages
+def _stage_faults(model: StrategyModel, mesh: Mesh) -> Iterator[str]:
+    pipeline, stages, schedule = model.pipeline, model.stages, model.schedule
     count = pipeline.ranks * pipeline.virtual
-    if (count == 1) != (model.schedule == "none"):
-        raise StrategyError(
-            f"{source}: schedule: {model.schedule!r} does not go with {count} chunks; "
-            "a pipeline has a schedule, one stage has none"
-        )
+    if (count == 1) != (schedule == "none"):
+        yield (f"schedule: {schedule!r} does not go with {count} chunks; a pipeline has a schedule, one stage has none")
     if len(stages) != count:
-        raise StrategyError(
-            f"{source}: stages: {len(stages)} are listed, but pipeline.ranks × pipeline.virtual is {count}; "
-            "list every chunk once"
+        yield (
+            f"stages: {len(stages)} are listed, but pipeline.ranks × pipeline.virtual is {count}; list every chunk once"
         )
     if pipeline.ranks == 1 and pipeline.virtual > 1:
-        raise StrategyError(f"{source}: pipeline.virtual: {pipeline.virtual} chunks need more than one rank; use 1")
-    needed = 2 if model.schedule in TWO_CHUNKS else None if model.schedule == "interleaved_1f1b" else 1
-    if needed is not None and pipeline.virtual != needed:
-        raise StrategyError(
-            f"{source}: pipeline.virtual: schedule {model.schedule} runs {needed} chunks a rank, not "
-            f"{pipeline.virtual}; correct one of them"
+        yield f"pipeline.virtual: {pipeline.virtual} chunks need more than one rank; use 1"
+    needed = 2 if schedule in TWO_CHUNKS else pipeline.virtual if schedule == "interleaved_1f1b" else 1
+    if pipeline.virtual != needed:
+        yield (
+            f"pipeline.virtual: schedule {schedule} runs {needed} chunks a rank, not {pipeline.virtual}; "
+            "correct one of them"
         )
     for number, stage in enumerate(stages):
-        _check_stage(stage, number, model, mesh, source)
+        where = f"stages.{number}"
+        if stage.stage != number:
+            yield f"{where}.stage: {stage.stage} is not {number}; list stages in model order from 0"
+        if stage.devices != mesh.size:
+            yield f"{where}.devices: {stage.devices} is not the mesh's {mesh.size}; correct it"
+        if stage.rank >= (ranks := pipeline.ranks):
+            yield f"{where}.rank: {stage.rank} is not one of the {ranks} pipeline ranks; use 0 to {ranks - 1}"
+        named = stage.first is not None, stage.last is not None
+        if count == 1 and (any(named) or stage.layers is None):
+            yield f'{where}: a single stage holds all layers; write "layers": "all" and no units'
+        if count > 1 and (not all(named) or stage.layers is not None):
+            yield f"{where}: a chunk names its first and last unit, and no layers; correct it"
+    yield from _rank_faults(model, mesh)
 
 
-def _check_stage(stage: StageModel, number: int, model: StrategyModel, mesh: Mesh, source: str) -> None:
-    where = f"{source}: stages.{number}"
-    if stage.stage != number:
-        raise StrategyError(f"{where}.stage: {stage.stage} is not {number}; list stages in model order from 0")
-    if stage.devices != mesh.size:
-        raise StrategyError(f"{where}.devices: {stage.devices} is not the mesh's {mesh.size}; correct it")
-    if not 0 <= stage.rank < model.pipeline.ranks:
-        raise StrategyError(
-            f"{where}.rank: {stage.rank} is not one of the {model.pipeline.ranks} pipeline ranks; use 0 to "
-            f"{model.pipeline.ranks - 1}"
-        )
-    named = stage.first is not None, stage.last is not None
-    if len(model.stages) == 1 and (any(named) or stage.layers is None):
-        raise StrategyError(f'{where}: a single stage holds all layers; write "layers": "all" and no units')
-    if len(model.stages) > 1 and (not all(named) or stage.layers is not None):
-        raise StrategyError(f"{where}: a chunk names its first and last unit, and no layers; correct it")
-
-
-def _check_copies(model: StrategyModel, source: str) -> None:
-    if batch_obstacle := model.batch.micro % model.copies:
-        raise StrategyError(
-            f"{source}: copies: a micro-batch of {model.batch.micro} cannot be divided into {model.copies} copies, "
-            f"{batch_obstacle} would be left; use copies 1, or a batch.micro that divides"
-        )
-
-
-def _check_ranks(model: StrategyModel, mesh: Mesh, source: str) -> None:
+def _rank_faults(model: StrategyModel, mesh: Mesh) -> Iterator[str]:
     """Axes and pipeline number every device once: sorted, each stride is the product of the sizes before it."""
-    if any(axis.stride is not None for axis in model.mesh) and not all(a.stride is not None for a in model.mesh):
-        raise StrategyError(f"{source}: mesh: some axes have a stride and others none; give all or none")
+    if len({axis.stride is None for axis in model.mesh}) > 1:
+        yield "mesh: some axes have a stride and others none; give all or none"
     steps = [(mesh.stride(i), axis.size, f"mesh.{i}.stride") for i, axis in enumerate(mesh.axes)]
-    pipeline = model.pipeline
+    pipeline, expected = model.pipeline, 1
     if pipeline.ranks > 1:
         steps.append((pipeline.stride, pipeline.ranks, "pipeline.stride"))
     elif pipeline.stride:
-        raise StrategyError(f"{source}: pipeline.stride: {pipeline.stride} with one pipeline rank; use 0")
-    expected = 1
+        yield f"pipeline.stride: {pipeline.stride} with one pipeline rank; use 0"
     for stride, size, field in sorted(steps):
         if stride != expected:
-            raise StrategyError(
-                f"{source}: {field}: neighbours {stride} ranks apart do not number every device once; "
+            yield (
+                f"{field}: neighbours {stride} ranks apart do not number every device once; "
                 f"{expected} would follow from the axes inside"
             )
         expected *= size
 
 
-def _check_recompute(model: StrategyModel, source: str) -> None:
-    found = max((part.mode for part in model.recompute.ranges), key=MODES.index, default="none")
-    if model.recompute.mode != found:
-        raise StrategyError(
-            f"{source}: recompute.mode: {model.recompute.mode!r} is not the strongest of its ranges, {found!r}; "
-            "correct it"
+def _state_faults(model: StrategyModel, mesh: Mesh) -> Iterator[str]:
+    strongest = max((part.mode for part in model.recompute.ranges), key=MODES.index, default="none")
+    if (mode := model.recompute.mode) != strongest:
+        yield f"recompute.mode: {mode!r} is not the strongest of its ranges, {strongest!r}; correct it"
+    sharding, data = model.optimizer_sharding, next((axis.size for axis in mesh.axes if axis.name == "data"), 1)
+    if model.shard_size and (sharding == "none" or data % model.shard_size):
+        yield (
+            f"shard_size: {model.shard_size} with optimizer_sharding {sharding!r} and {data} data-parallel ranks; "
+            "states are sharded over a divisor of them, or use 0"
         )
-
-
-def _check_host(model: StrategyModel, source: str) -> None:
+    if sharding == "none" and model.sharding_threshold_bytes:
+        yield f"sharding_threshold_bytes: {model.sharding_threshold_bytes}, but nothing is sharded; use 0"
+    context = any(axis.name == "context" for axis in mesh.axes)
+    if context != (model.context_algorithm != "none"):
+        yield (
+            f"context_algorithm: {model.context_algorithm!r} {'with' if context else 'without'} a context axis; name "
+            "how attention sees the whole sequence where there is one, else none"
+        )
     if model.offload_to != "host" and not model.offload_optimizer:
-        raise StrategyError(
-            f"{source}: offload_to: {model.offload_to!r} with offload_optimizer false: states that stay on the device "
-            "go nowhere; use offload_optimizer true, or leave offload_to out"
+        yield (
+            f"offload_to: {model.offload_to!r} with offload_optimizer false: states that stay on the device go "
+            "nowhere; use offload_optimizer true, or leave offload_to out"
         )
     if model.offload_parameters and not model.offload_optimizer:
-        raise StrategyError(
-            f"{source}: offload_parameters: true with offload_optimizer false: the host updates what it holds; use "
+        yield (
+            "offload_parameters: true with offload_optimizer false: the host updates what it holds; use "
             "offload_optimizer true, or leave offload_parameters out"
         )
 
 
-def _check_storage(model: StrategyModel, mesh: Mesh, source: str) -> None:
-    data = next((axis.size for axis in mesh.axes if axis.name == "data"), 1)
-    if model.shard_size and (model.optimizer_sharding == "none" or data % model.shard_size):
-        raise StrategyError(
-            f"{source}: shard_size: {model.shard_size} with optimizer_sharding {model.optimizer_sharding!r} and {data} "
-            "data-parallel ranks; states are sharded over a divisor of them, or use 0"
+def _batch_faults(model: StrategyModel, mesh: Mesh) -> Iterator[str]:
+    batch, chunks = model.batch, model.pipeline.ranks * model.pipeline.virtual
+    if batch.micro_batches > (most := min(MOST_MICRO_BATCHES, MOST_PASSES // chunks)):
+        through = f" through {chunks} chunks" if chunks > 1 else ""
+        yield (
+            f"batch.micro_batches: {batch.micro_batches} is more than the {most} that are simulated{through}; "
+            "plan a smaller batch"
         )
-    if model.optimizer_sharding == "none" and model.sharding_threshold_bytes:
-        raise StrategyError(
-            f"{source}: sharding_threshold_bytes: {model.sharding_threshold_bytes}, but nothing is sharded; use 0"
+    shards = prod(axis.size for axis in mesh.axes if axis.name in ("data", "expert"))
+    if batch.global_ != batch.micro * batch.micro_batches * shards:
+        yield (
+            f"batch.global: {batch.global_} is not micro {batch.micro} × micro_batches {batch.micro_batches} "
+            f"× data-parallel size {shards}; make the product equal"
         )
-    context = any(axis.name == "context" for axis in mesh.axes)
-    if context != (model.context_algorithm != "none"):
-        raise StrategyError(
-            f"{source}: context_algorithm: {model.context_algorithm!r} {'with' if context else 'without'} a context "
-            "axis; name how attention sees the whole sequence where there is one, else none"
+    if left := batch.micro % model.copies:
+        yield (
+            f"copies: a micro-batch of {batch.micro} cannot be divided into {model.copies} copies, {left} would be "
+            "left; use copies 1, or a batch.micro that divides"
         )
+
+
+def _layer_faults(model: StrategyModel, mesh: Mesh) -> Iterator[str]:
+    if told := model.prediction:
+        low, high = told.interval_s
+        if not low <= told.step_time_s <= high:
+            yield (
+                f"prediction.interval_s: {[low, high]} does not hold step_time_s {told.step_time_s}; correct it or "
+                "plan again with `meshwright plan`"
+            )
+    taken: dict[str, int] = {}
+    for index, run in enumerate(model.layers):
+        if run.first > run.last or run.first < taken.get(run.prefix, 0):
+            yield (
+                f"layers.{index}: layers {run.first} to {run.last} of {run.prefix!r} must follow the ranges before "
+                "them; write ranges in order and without overlap"
+            )
+        taken[run.prefix] = run.last + 1

@@ -30,7 +30,7 @@ class ScoredRow:
     device
         The accelerator as the profile names it; empty where none is known.
     group
-        Of `planner.published.aims`: rows that share an aim; empty where none is known.
+        Of `planner.published.predictions.group_of`: rows that share an aim; empty where none is known.
     transformer
         Whether the network is one, also where there is no prediction.
     predicted_outcome, measured_outcome
@@ -42,7 +42,7 @@ class ScoredRow:
     not_read
         Words of the row that tell it from others of its source which take another time and have the same prediction.
     operations_s, roofline_s
-        Seconds by `planner.published.baselines`: operations at the device's peak, and the roofline.
+        Seconds of naive predictions: operations at the device's peak, and the roofline.
     """
 
     row_id: str

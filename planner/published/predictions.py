@@ -11,10 +11,17 @@ from dataclasses import replace
 
 from planner.cost.memory.device import training_memory
 from planner.cost.memory.figures import MemoryFigure, StageMemory
-from planner.cost.stacks import Stack
-from planner.cost.training_run import Recompute, RunPrediction, TrainingRun, TransformerShape
-from planner.published.aims import BY_LAYERS_ALONE, group_of
-from planner.published.baselines import operations_s, roofline_s
+from planner.cost.memory.parameters import parameter_count
+from planner.cost.stacks import Stack, family_of
+from planner.cost.training_run import (
+    LayeredNetwork,
+    OptimizerSharding,
+    Recompute,
+    RunPrediction,
+    TrainingRun,
+    TransformerShape,
+)
+from planner.plans.request import PRECISIONS
 from planner.published.layered.prediction import BY_LAYERS
 from planner.published.metrics import ScoredRow
 from planner.published.reading import MeasuredRow
@@ -22,6 +29,17 @@ from planner.published.reading_memory import figure_of
 from planner.published.source_rules import CHOSEN_TO_FIT
 from simulator.errors import MeshwrightError
 
+TRANSFORMERS = "transformers on A100 and H100, stated in full"
+ASCEND = "Ascend"
+CONVOLUTIONAL = "vision networks and others"
+BY_LAYERS_ALONE = "vision and speech networks without a plan, by their layers"
+FSDP = "fully sharded (FSDP, ZeRO-3)"
+EXPERTS = "experts"
+LOW_PRECISION = "products in 8 and 4 bits"
+ADAPTERS = "adapters of frozen networks"
+IN_PART = "transformers on A100 and H100, stated in part"
+ELSEWHERE = "transformers on other devices"
+FUNCTIONAL = "functional tests: tiny networks, deterministic kernels"
 UNKNOWN_FIGURE = "the source does not say which memory it shows"
 MISSING_FACT = "recomputation, batch or size of the network not stated"
 CONTRADICTION = "less measured than parameters, gradients and optimizer states of what is described take"
@@ -31,6 +49,63 @@ _APART = 0.05
 _UNSAID = re.compile(r"as printed")
 _DECIDING = re.compile(r"(?:recomputation|batch|n_layers|hidden|seq_len) not stated(?!.* as published)")
 """Facts without which memory cannot be known; the default that stands in is a guess."""
+_ACTIVATION_BYTES = 34.0
+"""Bytes of activations that a layer keeps per token and channel, in 16 bits (Korthikanti et al., arXiv:2205.05198)."""
+_PASSES = 3.0
+"""The backward pass has two products for each of the forward pass."""
+
+
+def group_of(run: TrainingRun, *, complete: bool = True) -> str:
+    """The group whose aim a run falls under; `complete` says that its source states shape and plan in full."""
+    family = family_of(run.hardware.device_name)
+    if run.setup.deterministic:
+        return FUNCTIONAL
+    if family.startswith("ascend"):
+        return ASCEND
+    if isinstance(run.network, LayeredNetwork):
+        return CONVOLUTIONAL
+    if run.setup.trained_fraction < 1:
+        return ADAPTERS
+    if run.network.experts is not None:
+        return EXPERTS
+    if run.setup.precision in ("fp8", "fp4"):
+        return LOW_PRECISION
+    if run.setup.optimizer_sharding is OptimizerSharding.ZERO3:
+        return FSDP
+    if family not in ("ampere", "hopper"):
+        return ELSEWHERE
+    return TRANSFORMERS if complete else IN_PART
+
+
+def operations_s(run: TrainingRun) -> float:
+    """Seconds of a step whose operations run at the peak: 6 N D, where N of experts are those that a token visits."""
+    setup, network = run.setup, run.network
+    if isinstance(network, LayeredNetwork):
+        samples = _PASSES * sum(layer.flops * layer.count for layer in network.layers) * setup.global_batch
+    else:
+        experts = network.experts and replace(network.experts, count=network.experts.per_token)
+        tokens = network.sequence_length * setup.global_batch
+        samples = 2 * _PASSES * parameter_count(replace(network, experts=experts)) * tokens
+    peak = run.hardware.peak(PRECISIONS["fp32" if setup.precision == "tf32" else setup.precision])
+    return samples / (setup.devices * peak)
+
+
+def roofline_s(run: TrainingRun) -> float:
+    """Seconds of a step by its tightest bound: operations, bytes of the memory, or the sum of gradients."""
+    setup, network, hardware = run.setup, run.network, run.hardware
+    own = setup.tp * setup.pp
+    if isinstance(network, LayeredNetwork):
+        parameters = network.parameters
+        elements = _PASSES * sum(layer.elements_moved * layer.count for layer in network.layers) * setup.global_batch
+        moved = elements * (4 if setup.precision in ("fp32", "tf32") else 2) / setup.devices
+    else:
+        parameters = parameter_count(network) / own
+        kept = _ACTIVATION_BYTES * network.sequence_length * network.hidden * network.layers * setup.global_batch
+        # Written and read again.
+        moved = 2 * kept / setup.devices + _PASSES * 2 * parameters * setup.micro_batches
+    summed = 2 * 2 * parameters / setup.ep * (setup.dp - 1) / setup.dp
+    level = next((one for one in hardware.levels if one.size >= own * setup.dp), hardware.levels[-1])
+    return max(operations_s(run), moved / hardware.memory_bandwidth, summed / level.bandwidth_bytes_per_s)
 
 
 def memory_doubt(row: MeasuredRow) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from planner.published.aims import FUNCTIONAL
 from planner.published.metrics import ScoredRow
-from planner.published.predictions import MISSING_FACT
+from planner.published.predictions import (
+    FUNCTIONAL,
+    MISSING_FACT,
+)
 from reports.accuracy_outliers import memory_outliers, time_outliers
 from reports.page import Html
 

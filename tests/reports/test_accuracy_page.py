@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from planner.published.aims import AIMS, EVERYTHING, FUNCTIONAL, metrics_of
-from planner.published.baselines import ROOFLINE, UTILISATION
 from planner.published.metrics import AccuracyResult, ScoredRow, accuracy_of
-from planner.published.outliers import outliers
+from planner.published.predictions import (
+    FUNCTIONAL,
+)
+from reports.accuracy_aims import (
+    AIMS,
+    EVERYTHING,
+    ROOFLINE,
+    UTILISATION,
+    metrics_of,
+)
+from reports.accuracy_outliers import outliers
 from reports.accuracy_page import FITTED, LEFT_OUT, accuracy_page, write_accuracy_report
 from tests.reports.scored_rows import SOURCES, made_up_result
 from tests.reports.test_pages import outline

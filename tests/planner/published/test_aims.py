@@ -14,9 +14,9 @@ from planner.cost.training_run import (
     TrainingSetup,
     TransformerShape,
 )
-from planner.published.aims import (
+from planner.published.metrics import Metrics
+from planner.published.predictions import (
     ADAPTERS,
-    AIMS,
     ASCEND,
     CONVOLUTIONAL,
     ELSEWHERE,
@@ -27,7 +27,9 @@ from planner.published.aims import (
     TRANSFORMERS,
     group_of,
 )
-from planner.published.metrics import Metrics
+from reports.accuracy_aims import (
+    AIMS,
+)
 from simulator.profiles import load_profile
 
 SHAPE = TransformerShape(

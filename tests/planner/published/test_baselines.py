@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from planner.published.aims import FUNCTIONAL
-from planner.published.baselines import ROOFLINE, UTILISATION, baseline_errors, operations_s, roofline_s
 from planner.published.metrics import ScoredRow
+from planner.published.predictions import (
+    FUNCTIONAL,
+    operations_s,
+    roofline_s,
+)
 from planner.published.reading import read_measurements
+from reports.accuracy_aims import (
+    ROOFLINE,
+    UTILISATION,
+    baseline_errors,
+)
 from tests.measurements import write_measurements
 
 STATED = {

@@ -24,11 +24,14 @@ from planner.cost.training_run import RunPrediction, TransformerShape
 from planner.planning.planning import plan_network
 from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest, checked_pins
-from planner.published.aims import BY_LAYERS_ALONE
 from planner.published.layered.prediction import BY_LAYERS
 from planner.published.pinned import NotPinnedError, pinned_run
 from planner.published.planned import Planner, Workplace, command_lines, predict_planned
-from planner.published.predictions import RECOMPUTED, score
+from planner.published.predictions import (
+    BY_LAYERS_ALONE,
+    RECOMPUTED,
+    score,
+)
 from planner.published.reading import MeasuredRow, read_measurements
 from simulator.calibration import process
 from simulator.errors import InputError, MeshwrightError
