@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.network_coverage import in_child
-from planner.exchange.layout import read_layout
+from planner.exchange.megatron import read_layout
 from planner.exchange.pinned import pinned
 from planner.exchange.training_config import TrainingConfig
 from planner.planning.one_stage import Candidate

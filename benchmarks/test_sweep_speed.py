@@ -13,7 +13,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from planner.what_if import WhatIfOptions, prepare, run
-from planner.what_if.work import graph_text, shared_of
+from planner.what_if.rows import graph_text, shared_of
 
 COUNTS = tuple(8 * 2**i for i in range(10))
 GPT2 = WhatIfOptions(network="zoo:gpt2", hardware=("dgx-a100",), device_counts=COUNTS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import RequestOptions, natural, option, takes
+from planner.cli.options import RequestOptions, natural, option, read_profiles, takes
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -91,14 +91,9 @@ def budget(given: BudgetArguments, terminal: Terminal) -> None:
     from planner.what_if.budget import budget as found_rows
     from simulator.errors import InfeasibleError
 
-    names = tuple(name.strip() for name in given.hardware.split(","))
-    if not all(names) or len(set(names)) < len(names):
-        raise InputError(
-            f"--hw {given.hardware!r}: a profile is empty or named twice; write for example dgx-a100,dgx-h100"
-        )
     options = BudgetOptions(
         **given.asked(),
-        hardware=names,
+        hardware=read_profiles(given.hardware),
         tokens=None if given.tokens is None else scaled(given.tokens, _COUNTS, "--tokens", "300B"),
         within_s=None if given.within is None else scaled(given.within, _TIMES, "--within", "30d"),
         devices=given.devices,

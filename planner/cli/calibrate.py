@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from planner.cli.execute_options import Device
+from planner.cli.execute import Device
 from planner.cli.options import natural, option, takes
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError

@@ -298,6 +298,14 @@ def read_settings(texts: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ..
     return tuple(found)
 
 
+def read_profiles(text: str) -> tuple[str, ...]:
+    """Read names of profiles, none empty or named twice."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise InputError(f"--hw {text!r}: a profile is empty or named twice; write for example dgx-a100,dgx-h100")
+    return names
+
+
 def read_device_counts(text: str) -> tuple[int, ...]:
     """Read device counts; an ellipsis continues the counts before it up to the one after it.
 

@@ -133,8 +133,8 @@ def simulate(given: SimulateArguments, terminal: Terminal) -> None:
       meshwright simulate strategy.json --goodput --days 30 --seed 1
     What is not given of failures and storage comes from the profile.
     """
+    from planner.cli.plan_tables import simulation_report
     from planner.cli.reliability import reliability_document, reliability_report
-    from planner.cli.simulation_tables import simulation_report
     from planner.planning.loading import strategy_graph
     from planner.planning.prediction import simulate_plan, write_trace
     from simulator import engine as reference

@@ -17,27 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 PLAIN = {
-    "×": "x",
-    "−": "-",
-    "–": "-",
-    "—": "-",
-    "…": "...",
-    "→": "->",
-    "←": "<-",
-    "≤": "<=",
-    "≥": ">=",
-    "±": "+-",
-    "·": ".",
-    "•": "*",
-    "’": "'",
-    "“": '"',
-    "”": '"',
-    "µ": "u",
-    "─": "-",
-    "━": "-",
-    "│": "|",
-    "┃": "|",
-}
+    **dict.fromkeys("−–—─━", "-"), **dict.fromkeys("│┃", "|"), **dict.fromkeys("“”", '"'), "’": "'", "×": "x", "·": ".",
+    "•": "*", "µ": "u", "…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "±": "+-",
+}  # fmt: skip
 """Replacements for characters that the terminal's encoding lacks; any other becomes its code."""
 DEBUG_KEY = "planner.cli.debug"
 LEAST_WIDTH = 80
@@ -116,11 +98,11 @@ class Terminal:
     def result(
         self,
         document: Mapping[str, Any],
-        line: str,
+        line: str | None,
         report: Callable[[], Iterable[RenderableType]],
         out: Path | None = None,
     ) -> None:
-        """Write a result as was asked: its document, one `line` for scripts, or the `report` for people.
+        """Write a result as was asked: its document, one `line` (or none) for scripts, or the `report` for people.
 
         The document also goes to the file `out` where there is one.
         """
@@ -131,7 +113,8 @@ class Terminal:
         if self.json:
             self.document(document)
         elif self.quiet:
-            self.line(line)
+            if line is not None:
+                self.line(line)
         else:
             self.show(*report())
 

@@ -169,7 +169,7 @@ def _show(terminal: Terminal, result: AccuracyResult, out: Path | None, report: 
             if path is not None:
                 terminal.line(str(path))
     else:
-        from planner.cli.accuracy_tables import accuracy_report
+        from planner.cli.catalogue_tables import accuracy_report
 
         written = ", ".join(str(path) for path in (out, report) if path is not None)
         terminal.show(*accuracy_report(result, written or None))

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import RequestOptions, check_out, natural, option, read_device_counts, read_settings, takes
+from planner.cli.options import (
+    RequestOptions,
+    check_out,
+    natural,
+    option,
+    read_device_counts,
+    read_profiles,
+    read_settings,
+    takes,
+)
 from planner.cli.terminal import Terminal
 from simulator.errors import InfeasibleError, InputError
 
@@ -58,18 +67,9 @@ class WhatIfArguments(RequestOptions):
                 f"--jobs {self.jobs} and --cluster {self.cluster!r}: a cluster plans on all of its workers; give one"
             )
         if self.out is not None:
-            check_out("--out", self.out, self.profiles())
+            check_out("--out", self.out, read_profiles(self.hardware))
         elif self.fresh:
             raise InputError("--fresh forgets what is kept beside the report; name the report with --out FILE.html")
-
-    def profiles(self) -> tuple[str, ...]:
-        """The profiles by name, none empty or named twice."""
-        names = tuple(name.strip() for name in self.hardware.split(","))
-        if not all(names) or len(set(names)) < len(names):
-            raise InputError(
-                f"--hw {self.hardware!r}: a profile is empty or named twice; write for example dgx-a100,dgx-h100"
-            )
-        return names
 
     def options(self) -> WhatIfOptions:
         """What to plan."""
@@ -77,7 +77,7 @@ class WhatIfArguments(RequestOptions):
 
         return WhatIfOptions(
             **self.asked(),
-            hardware=self.profiles(),
+            hardware=read_profiles(self.hardware),
             device_counts=read_device_counts(self.devices),
             batch_per_device=self.batch_per_device,
             settings=read_settings(self.settings or ()),
@@ -153,22 +153,11 @@ def _finish(terminal: Terminal, options: WhatIfOptions, rows: tuple[WhatIfRow, .
         journal = journal_of(out)
         if journal is not None:
             discard(journal)
-    report = None if out is None else str(out)
-    if terminal.json:
-        terminal.document(
-            {
-                "network": options.network,
-                "batch_rule": rule,
-                "rows": [row_document(row) for row in rows],
-                "report": report,
-            }
-        )
-    elif terminal.quiet:
-        if report:
-            terminal.line(report)
-    else:
-        from planner.cli.plan_tables import what_if_report
+    from planner.cli.plan_tables import what_if_report
 
-        terminal.show(*what_if_report(rows, rule, report))
+    report = None if out is None else str(out)
+    documents = [row_document(row) for row in rows] if terminal.json else []
+    document = {"network": options.network, "batch_rule": rule, "rows": documents, "report": report}
+    terminal.result(document, report, lambda: what_if_report(rows, rule, report))
     if all(row.best is None for row in rows):
         raise InfeasibleError(f"no plan fits at any device count; the smallest: {rows[0].reason}")

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from planner.exchange import megatron
 from planner.exchange.formats import ExchangeFormat, ReadConfig, Violation, Written, devices_of
-from planner.exchange.layout import write_layout
-from planner.exchange.megatron import Options, Said
+from planner.exchange.megatron import Options, Said, write_layout
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
 from simulator.errors import InputError
 

@@ -11,15 +11,15 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from planner.graph import cache
 from planner.networks.adapters import CONFIG as ADAPTER_CONFIG
-from planner.networks.adapters import Adapters, read_adapters
+from planner.networks.adapters import read_adapters
 from planner.networks.child import forks, in_child
 from planner.networks.decoder.known import READ, hugging_face_decoder
 from planner.networks.inputs import InputSpec
@@ -41,28 +41,23 @@ MAXIMUM_LAYERS = 10_000
 _IGNORED_KEYS = {
     *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "quantization_config"),
     *("_name_or_path", "attn_implementation", "_attn_implementation", "experts_implementation", "model_type"),
-    *(
-        "_experts_implementation",
-        "return_dict",
-        "use_cache",
-        "output_hidden_states",
-        "output_attentions",
-        "torchscript",
-    ),
+    *("_experts_implementation", "return_dict", "use_cache", "output_hidden_states", "output_attentions"),
+    "torchscript",
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ModelType:
-    """Keys of a model type's sizes, with the value each has when the file leaves it out."""
+class _ModelType(NamedTuple):
+    """Keys of a model type's sizes, with the value each has when the file leaves it out; ``vocab_size`` is a number."""
 
     layers: tuple[str, int]
-    vocabulary: tuple[str, int]
+    vocabulary: int
     positions: tuple[str, int]
     sizes: tuple[str, ...]
     masked: bool = False
 
 
+_LAYERS, _POSITIONS = ("num_hidden_layers", 32), "max_position_embeddings"
+_BERT_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "type_vocab_size")
 _ROTARY_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _LATENT_SIZES = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -70,43 +65,14 @@ _LATENT_SIZES = (
     *("n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
 )
 MODEL_TYPES = {
-    "gpt2": _ModelType(
-        layers=("n_layer", 12),
-        vocabulary=("vocab_size", 50257),
-        positions=("n_positions", 1024),
-        sizes=("n_embd", "n_head", "n_inner"),
-    ),
-    "llama": _ModelType(
-        layers=("num_hidden_layers", 32),
-        vocabulary=("vocab_size", 32000),
-        positions=("max_position_embeddings", 2048),
-        sizes=_ROTARY_SIZES,
-    ),
-    "bert": _ModelType(
-        layers=("num_hidden_layers", 12),
-        vocabulary=("vocab_size", 30522),
-        positions=("max_position_embeddings", 512),
-        sizes=("hidden_size", "intermediate_size", "num_attention_heads", "type_vocab_size"),
-        masked=True,
-    ),
+    "gpt2": _ModelType(("n_layer", 12), 50257, ("n_positions", 1024), ("n_embd", "n_head", "n_inner")),
+    "llama": _ModelType(_LAYERS, 32000, (_POSITIONS, 2048), _ROTARY_SIZES),
+    "bert": _ModelType((_LAYERS[0], 12), 30522, (_POSITIONS, 512), _BERT_SIZES, masked=True),
     "mixtral": _ModelType(
-        layers=("num_hidden_layers", 32),
-        vocabulary=("vocab_size", 32000),
-        positions=("max_position_embeddings", 4096 * 32),
-        sizes=(*_ROTARY_SIZES, "num_local_experts", "num_experts_per_tok"),
+        _LAYERS, 32000, (_POSITIONS, 4096 * 32), (*_ROTARY_SIZES, "num_local_experts", "num_experts_per_tok")
     ),
-    "deepseek_v2": _ModelType(
-        layers=("num_hidden_layers", 32),
-        vocabulary=("vocab_size", 102400),
-        positions=("max_position_embeddings", 2048),
-        sizes=_LATENT_SIZES,
-    ),
-    "deepseek_v3": _ModelType(
-        layers=("num_hidden_layers", 61),
-        vocabulary=("vocab_size", 129280),
-        positions=("max_position_embeddings", 4096),
-        sizes=_LATENT_SIZES,
-    ),
+    "deepseek_v2": _ModelType(_LAYERS, 102400, (_POSITIONS, 2048), _LATENT_SIZES),
+    "deepseek_v3": _ModelType((_LAYERS[0], 61), 129280, (_POSITIONS, 4096), _LATENT_SIZES),
 }
 """Model types that are described without transformers: decoders whose graphs are written, and their like."""
 PREDICTED = "max_predictions_per_seq"
@@ -154,7 +120,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     model = MODEL_TYPES[kind]
     settings = {_ALIASES.get(kind, {}).get(key, key): v for key, v in config.items() if key not in _IGNORED_KEYS}
     layers, vocabulary, positions = (
-        _size(path, settings, *k) for k in (model.layers, model.vocabulary, model.positions)
+        _size(path, settings, *k) for k in (model.layers, ("vocab_size", model.vocabulary), model.positions)
     )
     for key in model.sizes:
         if settings.get(key) is not None:
@@ -189,7 +155,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         default_optimizer="adamw",
         sequence_length=length,
         inputs=language_inputs(vocabulary, length, masked=model.masked),
-        make=partial(_make, (str(path), str(adapted)), kind, settings, (length, predicted), adapters),
+        make=partial(_make, (str(path), str(adapted)), kind, settings, length, predicted=predicted, adapters=adapters),
         depth=layers,
         # Nothing goes back into a first block behind frozen embeddings, which makes it unlike the others.
         captured_blocks=_captured_blocks(path, kind, settings) + (adapters is not None),
@@ -198,7 +164,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         stored=stored,
         config={}
         if model.masked
-        else {**_DEFAULTS[kind], **settings, model.layers[0]: layers, model.vocabulary[0]: vocabulary},
+        else {**_DEFAULTS[kind], **settings, model.layers[0]: layers, "vocab_size": vocabulary},
         decoder=decoder
         if adapters is None and (length > 1 or kind != "mixtral") and not _windowed(settings, length)
         else None,
@@ -309,16 +275,13 @@ def _windowed(settings: Mapping[str, Any], length: int) -> bool:
 
 
 def _make(
-    paths: tuple[str, str], kind: str, settings: Mapping[str, Any], lengths: tuple[int, int | None],
-    adapters: Adapters | None, depth: int | None,
-) -> nn.Module:  # fmt: skip
+    paths: tuple[str, str], kind: str, settings: Mapping[str, Any], length: int, depth: int | None, **options: Any
+) -> nn.Module:
+    """The module of a configuration, of `depth` layers if given; `options` are those of `trained`."""
     if depth is not None:
         settings = {**settings, MODEL_TYPES[kind].layers[0]: depth}
     settings = {key: value for key, value in settings.items() if key != PREDICTED}
-    length, predicted = lengths
-    module: nn.Module = _built(
-        lambda m: m.trained(paths, kind, settings, length, adapters=adapters, predicted=predicted), paths[0], kind
-    )
+    module: nn.Module = _built(lambda m: m.trained(paths, kind, settings, length, **options), paths[0], kind)
     return module
 
 
@@ -431,7 +394,7 @@ def _described(
     content = json.dumps({"hf": kind, "architectures": architectures, **settings}, sort_keys=True)
     content += "" if adapters is None else f"\n{adapters!r}"
     facts = _facts(path, kind, settings, architectures, sequence_length)
-    named = adapted or path
+    named, paths = adapted or path, (str(path), str(adapted))
     stored, quantised = _quantised(path, config, adapted=adapted is not None)
     dropout = (f"dropout is left out ({', '.join(facts.dropout)} of the config)",) if facts.dropout else ()
     return Network(
@@ -444,7 +407,7 @@ def _described(
         sequence_length=facts.sequence_length,
         inputs=facts.inputs,
         make=partial(
-            _make_any, (str(path), str(adapted)), kind, settings, architectures, facts.sequence_length or 0, adapters
+            _make, paths, kind, settings, facts.sequence_length or 0, architectures=architectures, adapters=adapters
         ),
         content=content,
         stored=stored,
@@ -477,15 +440,3 @@ def _check_sizes(path: Path, settings: Mapping[str, Any]) -> None:
             if value < 0 or (value == 0 and not may_be_zero):
                 wanted = "0 or more" if may_be_zero else "above 0"
                 raise NetworkError(f"{path}: key {key!r} is {value!r}; it must be {wanted}: correct it")
-
-
-def _make_any(
-    paths: tuple[str, str], kind: str, settings: Mapping[str, Any], architectures: object, length: int,
-    adapters: Adapters | None, depth: int | None,
-) -> nn.Module:  # fmt: skip
-    module: nn.Module = _built(
-        lambda m: m.trained(paths, kind, settings, length, architectures=architectures, adapters=adapters),
-        paths[0],
-        kind,
-    )
-    return module

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.graph.attention import check_attention
 from planner.graph.fusion import check_fusion
@@ -39,16 +39,9 @@ class NetworkSummary:
 
 def list_networks() -> tuple[NetworkSummary, ...]:
     """List the built-in networks, without importing torch."""
+    names = [one.name for one in fields(NetworkSummary) if one.name != "spec"]
     return tuple(
-        NetworkSummary(
-            name=entry.name,
-            spec=f"zoo:{entry.name}",
-            family=entry.family,
-            description=entry.description,
-            parameters=entry.parameters,
-            default_global_batch=entry.default_global_batch,
-            default_sequence_length=entry.default_sequence_length,
-        )
+        NetworkSummary(spec=f"zoo:{entry.name}", **{name: getattr(entry, name) for name in names})
         for entry in ZOO.values()
     )
 
@@ -150,21 +143,14 @@ def _load_zoo(name: str, sequence_length: int | None) -> Network:
         raise InputError(
             f"zoo:{name} takes no sequence length (given {sequence_length}); it reads no tokens: leave it out"
         )
-    assert entry.make is not None
     make = entry.make
-    return Network(
-        name=name,
-        spec=f"zoo:{name}",
-        family=entry.family,
-        description=entry.description,
-        default_global_batch=entry.default_global_batch,
-        default_optimizer=entry.default_optimizer,
-        sequence_length=None,
-        inputs=entry.inputs,
-        make=lambda depth: make(),
-        content=f"zoo:{name}",
-        notes=entry.notes,
-    )
+    assert make is not None
+    return _network(entry, sequence_length=None, inputs=entry.inputs, make=lambda depth: make(), content=f"zoo:{name}")
+
+
+def _network(entry: ZooEntry, **own: Any) -> Network:
+    same = ("name", "family", "description", "default_global_batch", "default_optimizer", "notes")
+    return Network(spec=f"zoo:{entry.name}", **{name: getattr(entry, name) for name in same}, **own)
 
 
 def _language_network(entry: ZooEntry, sequence_length: int | None) -> Network:
@@ -177,18 +163,12 @@ def _language_network(entry: ZooEntry, sequence_length: int | None) -> Network:
             f"zoo:{entry.name} has {config.positions} positions, fewer than the sequence length {length}; use "
             f"--seq-len {config.positions} or less"
         )
-    return Network(
-        name=entry.name,
-        spec=f"zoo:{entry.name}",
-        family=entry.family,
-        description=entry.description,
-        default_global_batch=entry.default_global_batch,
-        default_optimizer=entry.default_optimizer,
+    return _network(
+        entry,
         sequence_length=length,
         inputs=language_inputs(config.vocabulary, length, masked=isinstance(config, BertConfig)),
         make=partial(make_language_module, config),
         depth=config.layers,
         content=f"zoo:{entry.name} {config!r}",
-        notes=entry.notes,
         decoder=zoo_decoder(config) if length > 1 or not isinstance(config, MixtralConfig) else None,
     )

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.graph.cache import code_digest
 from planner.what_if.options import point_name
-from planner.what_if.rows import WhatIfRow
-from planner.what_if.work import Work, graph_text, plan_numbered
+from planner.what_if.rows import WhatIfRow, Work, graph_text, plan_numbered
 from simulator.errors import InputError, MeshwrightError
 
 if TYPE_CHECKING:

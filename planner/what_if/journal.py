@@ -83,14 +83,9 @@ def read(journal: Path, requests: Sequence[PlanRequest], graphs: Sequence[Operat
 def _notes(journal: Path, kept: int, points: int, damaged: int, other: int) -> Iterator[str]:
     if kept:
         yield f"{kept} of {points} points from the interrupted run (--fresh plans them anew)"
-    if damaged:
-        yield f"{journal}: {_lines(damaged)} damaged and ignored"
-    if other:
-        yield f"{journal}: {_lines(other)} of another sweep, profile or version and ignored"
-
-
-def _lines(count: int) -> str:
-    return "1 line is" if count == 1 else f"{count} lines are"
+    for count, what in ((damaged, "damaged"), (other, "of another sweep, profile or version")):
+        if count:
+            yield f"{journal}: {'1 line is' if count == 1 else f'{count} lines are'} {what} and ignored"
 
 
 @contextmanager

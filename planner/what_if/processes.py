@@ -14,8 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from planner.what_if.options import point_name
-from planner.what_if.rows import WhatIfRow
-from planner.what_if.work import Work, graph_text, plan_numbered
+from planner.what_if.rows import WhatIfRow, Work, graph_text, plan_numbered
 from simulator.calibration.process import end_with_parent, stopped_children_killed
 from simulator.errors import MeshwrightError
 

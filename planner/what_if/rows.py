@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from planner.graph.serialization import graph_from_json, graph_to_json
 from planner.planning.documents import Document, candidate_document, search_document
 from planner.plans.plan import Status
 from planner.what_if.options import point_name
@@ -14,6 +17,7 @@ from simulator.hardware import split_settings
 from simulator.profiles import load_profile
 
 if TYPE_CHECKING:
+    from planner.graph.operator_graph import OperatorGraph
     from planner.planning.planning import Candidate, PlanRequest, SearchResult
     from planner.planning.shared_tables import SharedTables
 
@@ -148,3 +152,24 @@ def row_document(row: WhatIfRow) -> Document:
     else:
         found = candidate_document(row.best, row.result, load_profile(row.hardware))
     return {**common, **found, "scaling_efficiency": row.scaling_efficiency}
+
+
+Work = Callable[[int, "PlanRequest", str], tuple[int, WhatIfRow]]
+
+
+def graph_text(graph: OperatorGraph) -> str:
+    """Write the graph so that a process that has neither torch nor the capture cache can read it."""
+    return json.dumps(graph_to_json(graph), separators=(",", ":"))
+
+
+@lru_cache(maxsize=1)
+def shared_of(text: str) -> SharedTables:
+    """Read the graph. A process reads it once and keeps the tables of one sweep: all its points share them."""
+    from planner.planning.shared_tables import SharedTables
+
+    return SharedTables(graph_from_json(json.loads(text)))
+
+
+def plan_numbered(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
+    """Plan point `number`; rows come back in any order."""
+    return number, plan_point(request, shared_of(text))

@@ -20,8 +20,7 @@ from planner.planning.planning import PlanRequest, capture_for
 from planner.what_if import WhatIfOptions, cluster, row_document, what_if
 from planner.what_if.cluster import on_cluster
 from planner.what_if.options import requests_of
-from planner.what_if.rows import WhatIfRow, row_of
-from planner.what_if.work import shared_of
+from planner.what_if.rows import WhatIfRow, row_of, shared_of
 from simulator.errors import InputError, MeshwrightError, UnsupportedError
 from tests.results import infeasible_result
 

@@ -20,8 +20,7 @@ from planner.planning.planning import PlanRequest, capture_for
 from planner.what_if import WhatIfOptions, row_document, what_if
 from planner.what_if.options import requests_of
 from planner.what_if.processes import in_processes, usable_cores
-from planner.what_if.rows import WhatIfRow, row_of
-from planner.what_if.work import graph_text, shared_of
+from planner.what_if.rows import WhatIfRow, graph_text, row_of, shared_of
 from simulator.calibration import process
 from simulator.errors import MeshwrightError, UnsupportedError
 from tests.results import infeasible_result

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from planner.cli.app import app
 from planner.exchange.exporting import export_plan
 from planner.exchange.formats import rounded
-from planner.exchange.layout import read_layout, write_layout
+from planner.exchange.megatron import read_layout, write_layout
 from planner.exchange.pinned import pinned
 from planner.exchange.registry import FORMATS
 from planner.exchange.training_config import config_of
