@@ -14,12 +14,12 @@ import pytest
 from simulator import fast_engine
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time, matmul_time
-from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.pipeline_operators import OperatorCosts, Operators, operator_table
 from simulator.pipeline_passes import simulate_operators
 from simulator.profiles import load_profile
 from simulator.program import Kernel
 from simulator.schedules import SCHEDULES, ActionKind, Schedule, make_schedule
+from tests.oracles.passes import PipelineCosts, simulate_pipeline
 
 HARDWARE = load_profile("dgx-a100")
 DTYPE = "bfloat16"

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from benchmarks.large_tables import pipeline_table
-from simulator import engine, fast_engine
-from simulator.contention import forget_links, message_transfers, shared_work
+from simulator import contention, engine, fast_engine
+from simulator.contention import message_transfers, shared_work
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
 from simulator.program import COMPUTE_STREAM, Collective, Kernel, Phase, ProgramAxis, Task
-from simulator.table_builder import TableBuilder
 from simulator.task_table import StreamKind, TaskTable
 from simulator.timing import task_times
+from tests.oracles.table_builder import TableBuilder
 
 TASKS = 10_000
 PER_BLOCK = 20
@@ -95,7 +95,7 @@ def test_cost_grows_with_behaviour_not_with_devices(benchmark: Any, tensor: int)
 
     def both() -> None:
         for devices, found in seconds.items():
-            forget_links()
+            contention._shared.cache_clear()
             begin = time.perf_counter()
             fast_engine.run(table_of(tasks, hardware, devices, tensor))
             found.append(time.perf_counter() - begin)

@@ -10,8 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from simulator.flows import Message
+
+class Message(NamedTuple):
+    """Bytes from one device to another, or between a device and a switch that computes."""
+
+    source: int | str
+    destination: int | str
+    size_bytes: float
+
 
 Block = Sequence[int]
 Round = list[Message]

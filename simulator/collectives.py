@@ -103,17 +103,6 @@ def collective_time(
     return float(seconds) if seconds.ndim == 0 else seconds
 
 
-def collective_algorithm(hardware: Hardware, collective: Collective, payload_bytes: float, group: GroupShape) -> str:
-    """Name of the algorithm that `collective_time` takes: ``none`` for a group of one, ``measured`` for a table."""
-    if group.size == 1:
-        return "none"
-    payload = np.asarray(payload_bytes, dtype=np.float64)
-    if _from_tables(hardware, collective, payload, group) is not None:
-        return "measured"
-    times = _model(hardware, collective, payload, group)
-    return list(algorithm_costs(hardware, collective, group))[int(np.argmin(times))]
-
-
 @lru_cache(maxsize=4096)
 def algorithm_costs(hardware: Hardware, collective: Collective, group: GroupShape) -> Mapping[str, CollectiveCost]:
     """Costs of the algorithms that the library of this hardware has for `collective`, by name.

@@ -159,11 +159,6 @@ def _shared(
     )
 
 
-def forget_links() -> None:
-    """Forget the shared links of the meshes seen so far."""
-    _shared.cache_clear()
-
-
 def representative_axes(hardware: Hardware, devices: int, axes: tuple[ProgramAxis, ...]) -> tuple[ProgramAxis, ...]:
     """The axes of a smaller mesh whose groups load links of every level as those of `axes` do.
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 
 from simulator.collectives import FloatArray, collective_time
 from simulator.crowding import crowded
-from simulator.expert_messages import expert_exposed, sent_share
 from simulator.hardware import Hardware
-from simulator.launches import sharded_factor, tensor_exposed
 from simulator.program import CONVOLUTIONS, PRODUCTS, Collective, Kernel
 from simulator.topology import GroupShape
 
@@ -27,6 +26,12 @@ REUSED_WITHIN = 1e9
 ATTENTION = 1 / 3
 """Part of a layer's parameters that attention has: 4 of 12 squares of the width."""
 _HALF_BYTES = 2.0
+SHARDED = "planned_sharded"
+"""Key of a profile's training: factor on the messages of sharded parameters where they travel one by one and nothing
+runs meanwhile; there where the software is known."""
+TENSOR_EXPOSED = "planned_tensor_exposed"
+"""Key of a profile's training: part of the time of a gather or scatter of tensor ranks that is left where it travels in
+parts beside the product in front of it or behind it; there where a plan asks for that."""
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -153,3 +158,69 @@ def gathers(collective: Collective, payload: FloatArray) -> FloatArray:
     if collective is not Collective.ALL_GATHER:
         return np.ones(1)
     return 1.0 + gathered_again(np.asarray(payload) / _HALF_BYTES) / 2
+
+
+def sharded_factor(hardware: Hardware) -> float:
+    """Factor on the time of messages of sharded parameters; 1 where they hide, and travel a unit's at once."""
+    return 1.0 if hardware.overlaps_communication else hardware.training.get(SHARDED, 1.0)
+
+
+def tensor_exposed(hardware: Hardware, collective: Collective, axis: str) -> float:
+    """What a message leaves to wait for: a part, where it travels beside products of tensor ranks, else all of it.
+
+    Beside a sequence that tensor ranks share, rows are gathered in front of a product and scattered behind it, part by
+    part (TransformerEngine's user buffers, `torch.distributed._symmetric_memory`); sums wait for whole products.
+    """
+    beside = axis == "tensor" and collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    return hardware.training.get(TENSOR_EXPOSED, 1.0) if beside else 1.0
+
+
+Amount = TypeVar("Amount", float, NDArray[np.float64])
+AXIS = "expert"
+EXPERT_EXPOSED = "planned_expert_exposed"
+"""Key of a profile's training: part of the time of tokens' messages that is left where they travel beside another
+micro-batch; there where a plan asks for that."""
+EXPERT_LOAD = "planned_expert_load"
+"""Key of a profile's training: how much longer messages of tokens are for ranks whose experts get more than others."""
+EXPERT_WORK = "planned_expert_work"
+"""Key of a profile's training: tokens of the busiest rank's experts over an even share."""
+SENT_ONCE = "planned_sent_once"
+"""Key of a profile's training: experts that a token goes to, where it travels once to each node; there where a plan
+asks for that."""
+
+
+def places_reached(places: Amount, chosen: Amount) -> Amount:
+    """Of ``n`` places those that a token's ``k`` experts lie on: ``n (1 - (1 - 1/n)^k)`` on average.
+
+    Experts are drawn evenly from all; a router that draws from few groups of them reaches fewer places.
+    """
+    reached: Amount = places * (1 - (1 - 1 / places) ** chosen)
+    return reached
+
+
+def sent_share(hardware: Hardware, collective: Collective, axis: str, group: GroupShape) -> float:
+    """Share of the bytes of a message that travels: less than all where a token goes once to each node of a group.
+
+    It is more where the experts of some rank get more tokens than an even share and the room beside it.
+
+    Inside a node ranks take the place of nodes, and so they do inside a larger domain of fast links (NVL72).
+    """
+    chosen = hardware.training.get(SENT_ONCE, 0.0)
+    if group.size == 1 or not of_tokens(collective, axis):
+        return 1.0
+    load = hardware.training.get(EXPERT_LOAD, 1.0)
+    if not chosen:
+        return load
+    near = max(1, max(hardware.devices_per_node, hardware.levels[0].size) // group.stride)
+    places = group.size / near if group.size > near else float(group.size)
+    return load * places_reached(places, chosen) / chosen
+
+
+def expert_exposed(hardware: Hardware, collective: Collective, axis: str) -> float:
+    """What a message of tokens leaves to wait for: a part, where it travels beside another micro-batch, else all."""
+    return hardware.training.get(EXPERT_EXPOSED, 1.0) if of_tokens(collective, axis) else 1.0
+
+
+def of_tokens(collective: Collective, axis: str) -> bool:
+    """Whether a message takes tokens to experts or back."""
+    return axis == AXIS and collective is Collective.ALL_TO_ALL

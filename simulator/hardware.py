@@ -6,14 +6,12 @@ them. What the rest of the program sees is the frozen `Hardware`.
 
 from __future__ import annotations
 
-import bisect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from simulator.conditions import Conditions
-from simulator.crowding import Crowding
+from simulator.crowding import Conditions, Crowding, at_count
 from simulator.errors import InputError, ProfileError
 from simulator.program import Collective, Kernel, described_class
 from simulator.quantities import bytes_text
@@ -205,7 +203,7 @@ class Hardware:
     result while it is on its way, for each byte of its payload. With ``copies_apart`` the times of messages leave out
     what packs tensors into them and cuts tensors out of them (`simulator.program.Task.copied_bytes`).
     ``cached_share`` is the part of what kernels move that lies in ``caches``, none where a profile states none:
-    `simulator.caches` says it of a working set. ``conditions`` say how fast and how quiet the machine was when
+    `simulator.timing` says it of a working set. ``conditions`` say how fast and how quiet the machine was when
     it was calibrated, None where that is not known. ``crowding`` is what messages of a group cost more where others
     share the cores, and ``processes`` how many do in the job at hand.
     ``attention`` is the kind of fused attention that runs, one of ``attention_models``. ``members`` are names and
@@ -339,14 +337,14 @@ class Hardware:
         table = self.slowdown_table
         if kernel is not None and self.kernel_slowdowns:
             table = self.kernel_slowdowns.get(described_class(kernel, self.kernel_slowdowns), table)
-        return _at(table, processes, proportional=True)
+        return at_count(table, processes, proportional=True)
 
     def waiting(self, processes: float) -> float:
         """The part of `compute_slowdown` in which ranks wait for the slowest of them: a factor, 1 where it is unknown.
 
         Between measured counts it is interpolated linearly; beyond the last it is as there.
         """
-        return _at(self.waiting_table or ((1, 1.0),), processes, proportional=False)
+        return at_count(self.waiting_table or ((1, 1.0),), processes, proportional=False)
 
     def check_devices(self, devices: int) -> None:
         """Raise ProfileError unless a job of `devices` devices fills whole units of the topology."""
@@ -408,18 +406,6 @@ def split_settings(text: str) -> tuple[str, tuple[str, ...]]:
 def describe(hardware: Hardware) -> tuple[ProfileRow, ...]:
     """Every number of the profile as text, with its source, in the order of the file."""
     return hardware.rows
-
-
-def _at(table: Sequence[tuple[int, float]], processes: float, *, proportional: bool) -> float:
-    """A factor on a straight line between counts of processes; beyond the last the last, or in proportion."""
-    counts, factors = [count for count, _ in table], [factor for _, factor in table]
-    place = bisect.bisect_left(counts, processes)
-    if place == len(counts):
-        return factors[-1] * processes / counts[-1] if proportional and len(counts) > 1 else factors[-1]
-    if counts[place] == processes or place == 0:
-        return factors[place]
-    share = (processes - counts[place - 1]) / (counts[place] - counts[place - 1])
-    return factors[place - 1] + share * (factors[place] - factors[place - 1])
 
 
 def _as_float(dtype: str) -> str:

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from simulator.expert_messages import of_tokens
+from simulator.corrections import of_tokens
 from simulator.hardware import Hardware
 from simulator.program import COMPUTE_STREAM, Collective, Kernel, Task
 from simulator.topology import GroupShape
@@ -49,12 +49,6 @@ _TOGETHER = 5.0
 SEND_STALL = "planned_send_stall"
 """Key of a profile's training: part of the time of a message between stages for which the kernels of its sender stand
 still though the two overlap; there where the software is known."""
-SHARDED = "planned_sharded"
-"""Key of a profile's training: factor on the messages of sharded parameters where they travel one by one and nothing
-runs meanwhile; there where the software is known."""
-TENSOR_EXPOSED = "planned_tensor_exposed"
-"""Key of a profile's training: part of the time of a gather or scatter of tensor ranks that is left where it travels in
-parts beside the product in front of it or behind it; there where a plan asks for that."""
 DISPATCH_S = 0.9e-3
 """Seconds of the host's work around each message of tokens to experts, where software launches operators one by one.
 
@@ -87,21 +81,6 @@ def known_software(hardware: Hardware) -> bool:
 def send_stall(hardware: Hardware) -> float:
     """Part of the time of a message between stages for which the kernels of its sender stand still beside it."""
     return hardware.training.get(SEND_STALL, 0.0) if hardware.overlaps_communication else 0.0
-
-
-def sharded_factor(hardware: Hardware) -> float:
-    """Factor on the time of messages of sharded parameters; 1 where they hide, and travel a unit's at once."""
-    return 1.0 if hardware.overlaps_communication else hardware.training.get(SHARDED, 1.0)
-
-
-def tensor_exposed(hardware: Hardware, collective: Collective, axis: str) -> float:
-    """What a message leaves to wait for: a part, where it travels beside products of tensor ranks, else all of it.
-
-    Beside a sequence that tensor ranks share, rows are gathered in front of a product and scattered behind it, part by
-    part (TransformerEngine's user buffers, `torch.distributed._symmetric_memory`); sums wait for whole products.
-    """
-    beside = axis == "tensor" and collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-    return hardware.training.get(TENSOR_EXPOSED, 1.0) if beside else 1.0
 
 
 def launches_of(kernels: Iterable[Kernel], *, chained: bool) -> int:

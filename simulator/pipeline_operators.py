@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from simulator.errors import InputError
-from simulator.pipeline import Numbers, exchanges, per_rank, plain_table, send_links, send_times
 from simulator.schedules import ActionKind, Schedule
-from simulator.task_table import BoolArray, FloatArray, IntArray, StreamKind, TaskTable
+from simulator.task_table import BoolArray, FloatArray, IntArray, StreamKind, TaskTable, plain_table
+
+Numbers = float | FloatArray
 
 LABELS = ("computation", "communication", "communication beside", "send", "prologue", "epilogue", "shared gradients")
 SEND, PROLOGUE, EPILOGUE, MEETING = range(3, len(LABELS))
@@ -87,7 +88,7 @@ class Operators:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OperatorCosts:
-    """What every pass of every stage runs, and what frames it, as in `PipelineCosts`.
+    """What every pass of every stage runs, and what frames it: one number, or one for each stage or rank.
 
     ``passes`` holds for each kind of action of the schedule one `Operators` a stage; stages that are alike share one.
     ``first`` and ``last`` stand in for them in the first forward pass of a stage and in the first and the last pass
@@ -462,3 +463,40 @@ def _grouped(distinct: list[Operators], first: int, second: int) -> OperatorGrou
         int(place[shift + one.output % len(one.seconds)]) for shift, one in zip(shifts, members, strict=False)
     )
     return OperatorGroup(operators=merged, entries=entries, outputs=outputs)
+
+
+def exchanges(schedule: Schedule) -> tuple[IntArray, IntArray]:
+    """(X,) actions whose output goes to another rank, in order, and the actions that take it."""
+    receiver = np.flatnonzero(schedule.previous >= 0)
+    sender = schedule.previous[receiver]
+    crosses = schedule.action_rank[sender] != schedule.action_rank[receiver]
+    sender, receiver = sender[crosses], receiver[crosses]
+    order = np.argsort(sender, kind="stable")
+    return sender[order], receiver[order]
+
+
+def send_links(schedule: Schedule, sender: IntArray) -> tuple[IntArray, IntArray]:
+    """Links from a stage to a neighbour: (X,) link of each send, (links,) rank that sends on it."""
+    away = schedule.kind[sender] != ActionKind.FORWARD
+    _, first, link = np.unique(2 * schedule.stage[sender] + away, return_index=True, return_inverse=True)
+    return link, schedule.action_rank[sender[first]].astype(np.int64)
+
+
+def send_times(schedule: Schedule, sender: IntArray, send_s: Numbers) -> FloatArray:
+    """(X,) seconds of each send: a gradient takes as long as the activation that came the other way."""
+    forward = schedule.kind[sender] == ActionKind.FORWARD
+    seconds: FloatArray = spread(send_s, schedule.stages, "stages")[schedule.stage[sender] - ~forward]
+    return seconds
+
+
+def per_rank(schedule: Schedule, values: Numbers) -> FloatArray:
+    """(ranks,) values, broadcast from one."""
+    return spread(values, schedule.ranks, "ranks")
+
+
+def spread(values: Numbers, size: int, what: str) -> FloatArray:
+    """(size,) values, one for each of ``what``, broadcast from one."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape not in ((), (1,), (size,)):
+        raise InputError(f"Costs of shape {array.shape} do not fit {size} {what}: give one number, or one for each")
+    return np.broadcast_to(array, (size,))

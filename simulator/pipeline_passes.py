@@ -8,17 +8,83 @@ operators.
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
-from simulator.pipeline import per_rank
-from simulator.pipeline_operators import STREAMS, OperatorCosts, OperatorGroup, OperatorPlan, plan_operators
+from simulator import fast_engine
+from simulator.pipeline_operators import STREAMS, OperatorCosts, OperatorGroup, OperatorPlan, per_rank, plan_operators
 from simulator.schedules import Schedule
-from simulator.task_table import FloatArray
+from simulator.task_table import FloatArray, IntArray, TaskTable
+
+Run = Callable[[TaskTable], tuple[FloatArray, FloatArray]]
+
+
+def following(table: TaskTable, last: IntArray, steps: int) -> TaskTable:
+    """So many steps one after the other, task t of step s with number ``s * tasks + t``.
+
+    Parameters
+    ----------
+    table : one step; nothing crosses links
+    last : (ranks,) the task that ends the step of each rank: on all streams of a rank the next one waits for it
+    """
+    size, number = table.size, np.arange(steps)[:, None]
+    first = np.full(len(table.stream_rank), size, dtype=np.int64)
+    np.minimum.at(first, table.stream, np.arange(size))
+    first = np.sort(first[first < size])
+    counts = np.tile(np.diff(table.dependency_offsets), (steps, 1))
+    counts[1:, first] += 1
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    dependencies = np.empty(offsets[-1], dtype=np.int64)
+    rows = np.repeat(np.arange(size), np.diff(table.dependency_offsets))
+    place = np.arange(len(rows)) - table.dependency_offsets[rows]
+    dependencies[offsets[rows + size * number] + place] = table.dependencies + size * number
+    awaited = last[table.stream_rank[table.stream[first]]]
+    dependencies[offsets[first + size * number[1:] + 1] - 1] = awaited + size * number[:-1]
+    met = max(int(table.meeting.max(initial=-1)) + 1, len(table.meeting_size))
+    sizes = np.pad(table.meeting_size, (0, met - len(table.meeting_size)))
+    return replace(
+        table,
+        stream=np.tile(table.stream, steps),
+        work=np.tile(table.work, steps),
+        latency_s=np.tile(table.latency_s, steps),
+        rate_bytes_per_s=np.tile(table.rate_bytes_per_s, steps),
+        meeting=np.where(table.meeting < 0, -1, table.meeting + met * number).ravel(),
+        meeting_size=np.tile(sizes, steps),
+        dependency_offsets=offsets,
+        dependencies=dependencies,
+        link_offsets=np.zeros(steps * size + 1, dtype=np.int64),
+        label=np.tile(table.label, steps),
+    )
+
+
+def period_s(table: TaskTable, last: IntArray, begins: IntArray, ends: FloatArray, run: Run = fast_engine.run) -> float:
+    """Seconds after which the next step follows: from the end of one to that of the next where that takes longest.
+
+    With A the map of max-plus algebra from the moments at which ranks and links are free to those of a step later,
+    every ``max_r((A x)_r - x_r)`` is a period at which steps can follow one another, and none is less than the least
+    one, the eigenvalue of A (Baccelli et al., "Synchronization and Linearity", 1992, 3.2). Here x is how the first step
+    leaves them. A rank that begins first and ends last has no gap to fill: the step then takes its whole.
+
+    Parameters
+    ----------
+    table, last : as in `following`
+    begins : (n,) ranks that begin without waiting for another
+    ends : (T,) of the tasks of one step
+    run : runs a table
+    """
+    length = float(ends.max())
+    if ends[last[begins]].max() >= length:
+        return length
+    found = run(following(table, last, 2))[1].reshape(2, table.size)
+    moments = np.zeros((2, len(table.stream_rank)))
+    np.maximum.at(moments, (np.arange(2)[:, None], table.stream), found)
+    moments = np.maximum(moments, found[:, last[table.stream_rank]])
+    return float((moments[1] - moments[0]).max())
+
 
 COMPUTE, COMMUNICATION, BESIDE, FIRST_INPUT = range(STREAMS + 1)
 """Moments that decide all later ones: all streams free, then the inputs of the one or two actions there."""
@@ -33,7 +99,7 @@ class OperatorResult:
 
     Attributes
     ----------
-    step_time_s : after which the next step follows (`simulator.following_steps`)
+    step_time_s : after which the next step follows (`simulator.pipeline_passes`)
     length_s : from the start of the first rank to the end of the last
     ends_s : (A,) when the output of each action is there
     bubble_s : (ranks,) time of a step in which no kernel runs and no send blocks the rank
@@ -246,3 +312,45 @@ def matrix(group: OperatorGroup) -> list[tuple[float, ...]]:
         ends.append(streams[stream])
     outputs = [ends[output] for output in group.outputs]
     return [*streams, *outputs, *[(none,) * MOMENTS] * (MOMENTS - STREAMS - len(outputs))]
+
+
+def step_of_passes(
+    schedule: Schedule, forward_s: FloatArray, backward_s: FloatArray, *, together: bool = False
+) -> float:
+    """Seconds of one step in which ranks only run passes, (stages,) each; its length where ranks end ``together``.
+
+    Each part of a split backward pass takes half of it, and both actions of a pair one after the other.
+    """
+    order, *columns = _passes_in_order(schedule)
+    half = backward_s / 2
+    actions = np.stack([forward_s, backward_s, half, backward_s - half])[schedule.kind, schedule.stage]
+    seconds = np.add.reduceat(actions, schedule.leaders)[order].tolist()
+    ends = _ends_of_passes([0.0] * schedule.ranks, columns, seconds)
+    if together or max(ends[rank] for rank in schedule.beginning_ranks.tolist()) >= max(ends):
+        return max(ends)
+    following = _ends_of_passes(ends, columns, seconds)
+    return max(there - here for here, there in zip(ends, following, strict=True))
+
+
+def _ends_of_passes(begins: list[float], columns: Sequence[list[int]], seconds: list[float]) -> list[float]:
+    """(ranks,) ends of a step by the moments at which its ranks begin."""
+    free = list(begins)
+    ends = [0.0] * (len(seconds) + 1)  # at last the end of what nothing comes before
+    for group, rank, needed, other, takes in zip(*columns, seconds, strict=True):
+        start = free[rank]
+        if ends[needed] > start:
+            start = ends[needed]
+        if ends[other] > start:
+            start = ends[other]
+        ends[group] = free[rank] = start + takes
+    return free
+
+
+@lru_cache(maxsize=256)
+def _passes_in_order(schedule: Schedule) -> tuple[IntArray, list[int], list[int], list[int], list[int]]:
+    """Groups in an order in which they can be timed; again as a list, their ranks, and what both actions need or -1."""
+    groups = np.cumsum(np.concatenate(([True], ~schedule.paired[:-1]))) - 1
+    needs, leaders, order = np.append(groups, -1)[schedule.previous], schedule.leaders, schedule.execution_order
+    other = np.where(schedule.paired[leaders], np.append(needs, -1)[leaders + 1], -1)
+    ranks = schedule.action_rank[leaders]
+    return order, order.tolist(), ranks[order].tolist(), needs[leaders][order].tolist(), other[order].tolist()

@@ -32,10 +32,25 @@ from simulator.hardware import (
     format_number,
 )
 from simulator.input_file import FileKind
-from simulator.profile_operators import OperatorsPart, OverlapPart, Share, operator_models
-from simulator.profile_parts import Count, Dtype, Fraction, Name, NonNegative, Part, Positive, Source, Sourced
-from simulator.profile_sharing import ConditionsPart, CrowdingPart, SlowdownPart
-from simulator.profile_topology import TopologyPart
+from simulator.profile_parts import (
+    ConditionsPart,
+    Count,
+    CrowdingPart,
+    Dtype,
+    Fraction,
+    Name,
+    NonNegative,
+    OperatorsPart,
+    OverlapPart,
+    Part,
+    Positive,
+    Share,
+    SlowdownPart,
+    Source,
+    Sourced,
+    TopologyPart,
+    operator_models,
+)
 from simulator.program import WIDER_CLASS, Collective, Kernel, described_class
 from simulator.shipped_profiles import with_base
 from simulator.topology import check_graph

@@ -62,7 +62,7 @@ def load_profile(name_or_path: str) -> Hardware:
 def _with_settings(text: str, base: str, settings: tuple[str, ...]) -> Hardware:
     """A shipped profile with some numbers set, under the name that says so."""
     from simulator.profile_file import check_content
-    from simulator.profile_new import new_profile
+    from simulator.shipped_profiles import new_profile
 
     _, hardware = check_content(new_profile("with-settings", base, settings), text)
     return replace(hardware, name=text)

@@ -12,7 +12,6 @@ from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.schedules import ActionKind, Schedule
-from simulator.task_table import StreamKind, TaskTable
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -34,33 +33,6 @@ def compute_factors(
     factors = np.exp(spread * random.standard_normal(ranks)) if spread else np.ones(ranks)
     factors[random.choice(ranks, slow_ranks, replace=False)] *= slowdown
     return factors
-
-
-def slow_ranks(table: TaskTable, factors: FloatArray) -> TaskTable:
-    """The table with the computation of rank r taking ``factors[r]`` times as long.
-
-    Where one rank stands for several that behave alike, give it the largest factor among them, or write the
-    ranks out: slow and fast ones do not behave alike.
-    """
-    if len(factors) <= int(table.stream_rank.max(initial=-1)) or not np.all(np.asarray(factors) > 0):
-        raise InputError(
-            f"{len(factors)} factors for ranks up to {table.stream_rank.max(initial=-1)}: one above 0 each"
-        )
-    computes = (table.stream_kind[table.stream] == StreamKind.COMPUTE) & (table.rate_bytes_per_s == 0)
-    factor = np.where(computes, np.asarray(factors)[table.stream_rank[table.stream]], 1.0)
-    return replace(table, work=table.work * factor)
-
-
-def slow_links(table: TaskTable, shares: Mapping[int, float]) -> TaskTable:
-    """The table with link l left with ``shares[l]`` of its capacity."""
-    capacity = table.link_capacity.copy()
-    for link, share in shares.items():
-        if not 0 <= link < len(capacity) or not 0 < share <= 1:
-            raise InputError(
-                f"link {link} at {share} of its capacity: links are 0 to {len(capacity) - 1}, shares in (0, 1]"
-            )
-        capacity[link] *= share
-    return replace(table, link_capacity=capacity)
 
 
 def slow_stages(schedule: Schedule, costs: OperatorCosts, factors: FloatArray) -> OperatorCosts:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import log
 from typing import TypeVar
 
 import numpy as np
@@ -15,6 +17,40 @@ from simulator.kernels import has_shape_model, kernel_time, shaped_time
 from simulator.launches import message_launches, paced
 from simulator.program import DISK, HOST, Collective, Kernel, ProgramAxis, Task
 from simulator.topology import GroupShape, group_shape
+
+ALL_BELOW, NONE_ABOVE = 0.25, 2.0
+"""Parts of the caches that a working set must not exceed to lie there, and that it must to be gone."""
+
+
+def cached_share(hardware: Hardware, working_set_bytes: float, processes: int) -> float:
+    """Part of the bytes that kernels move which lies in the caches of a device that has its share of the common one.
+
+    All of them up to `ALL_BELOW` of the caches, none from `NONE_ABOVE` of them, evenly on the logarithm between:
+    kernels of all classes timed on inputs taken in turn from growing memory lose what they gain by caches so, because
+    caches are not filled in order and other programs are in them too.
+    """
+    if hardware.caches is None:
+        return 0.0
+    sharing = max(1, min(processes, hardware.devices_per_node))
+    size = hardware.caches.own_bytes + hardware.caches.shared_bytes / sharing
+    if not size:
+        return 0.0
+    place = log(NONE_ABOVE * size / max(working_set_bytes, 1.0)) / log(NONE_ABOVE / ALL_BELOW)
+    return min(1.0, max(0.0, place))
+
+
+def in_caches(hardware: Hardware, working_set_bytes: float, processes: int) -> Hardware:
+    """The hardware as kernels and messages meet it in a step of this working set, on so many processes."""
+    share = cached_share(hardware, working_set_bytes, processes)
+    hardware = sharing_cores(hardware, processes)
+    return hardware if share == hardware.cached_share else replace(hardware, cached_share=share)
+
+
+def sharing_cores(hardware: Hardware, processes: float) -> Hardware:
+    """The hardware as messages meet it where so many processes compute at a time, on average."""
+    same = not hardware.crowding or processes == hardware.processes
+    return hardware if same else replace(hardware, processes=processes)
+
 
 FloatArray = npt.NDArray[np.float64]
 BATCH_AXIS = "data"

@@ -131,8 +131,8 @@ def new_profile(
       meshwright plan zoo:gpt2 --hw my-h100.yaml --devices 8
     """
     from planner.planning.documents import profile_document
-    from simulator.profile_new import new_profile as made
     from simulator.profiles import write_profile
+    from simulator.shipped_profiles import new_profile as made
 
     path = out or f"{name}.yaml"
     check_out("--out", path)

@@ -36,10 +36,10 @@ from planner.graph.norms import check_norms
 from planner.networks.zoo.configs import CAPACITY
 from planner.plans.capability import NAME_ENDS
 from planner.plans.exchange import Exchange
+from simulator.corrections import EXPERT_EXPOSED, EXPERT_LOAD, EXPERT_WORK, SENT_ONCE, SHARDED, TENSOR_EXPOSED
 from simulator.errors import InputError
-from simulator.expert_messages import EXPERT_EXPOSED, EXPERT_LOAD, EXPERT_WORK, SENT_ONCE
 from simulator.hardware import Hardware, Uncertainty
-from simulator.kernels.convolution import COPIES, SINGLE_COPIES
+from simulator.kernels import COPIES, SINGLE_COPIES
 from simulator.launches import (
     DISPATCH,
     DISPATCH_S,
@@ -50,9 +50,7 @@ from simulator.launches import (
     POOLED,
     SAMPLE,
     SEND_STALL,
-    SHARDED,
     STEP,
-    TENSOR_EXPOSED,
 )
 from simulator.profile_file import validation_problems
 from simulator.profiles import load_profile

@@ -15,7 +15,7 @@ from planner.graph.fusion import COMPILER, LIBRARY, in_memory, lying_bytes
 from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import DTYPE_BYTES, STORED_BYTES, Node, OperatorGraph, Role, TensorRef
 from simulator.errors import InputError
-from simulator.kernels.matmul import ELEMENT_BYTES
+from simulator.kernels import ELEMENT_BYTES
 from simulator.program import Kernel, Phase
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])

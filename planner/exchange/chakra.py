@@ -16,8 +16,7 @@ from itertools import groupby
 from planner.planning.prediction import SimulatedPlan, operator_run, operator_tasks
 from planner.plans.plan import Plan
 from simulator.errors import InputError, UnsupportedError
-from simulator.pipeline import exchanges, send_times
-from simulator.pipeline_operators import EPILOGUE, MEETING, PROLOGUE, SEND, STREAMS
+from simulator.pipeline_operators import EPILOGUE, MEETING, PROLOGUE, SEND, STREAMS, exchanges, send_times
 from simulator.program import Collective, ProgramAxis, Task
 
 VERSION = "1.0.0"

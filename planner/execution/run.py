@@ -47,7 +47,7 @@ from simulator.calibration.machine import BACKENDS
 from simulator.calibration.machine_use import Disturbance, disturbance
 from simulator.calibration.pace import paces_of
 from simulator.calibration.process import settle_worker
-from simulator.conditions import MOST_OTHERS, MOST_STOLEN
+from simulator.crowding import MOST_OTHERS, MOST_STOLEN
 from simulator.errors import ExecutionError, MeshwrightError
 from simulator.quantities import bytes_text, interval_text, seconds_text
 

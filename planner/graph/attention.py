@@ -18,7 +18,7 @@ from simulator.errors import InputError, UnsupportedError
 from simulator.program import Kernel
 
 FUSED = ("flash", "flash2", "vendor")
-"""Fused kernels, by the names of `simulator.kernels.attention`."""
+"""Fused kernels, by the names of `simulator.kernels`."""
 WRITTEN_OUT = ("fused_softmax", "unfused")
 KINDS = (*WRITTEN_OUT, *FUSED)
 

@@ -31,7 +31,6 @@ from planner.graph.tracing import MARKERS, Input, Trace, trace
 from simulator.errors import NetworkError
 from simulator.program import Kernel, Phase
 
-BUFFER = "constant"
 """Operator of a constant that is a buffer of the module; the node's name is the buffer's."""
 _LOOKUPS = {"aten.embedding.default": 0, "aten.nll_loss_forward.default": -1}
 """Operators whose second tensor counts along a dim of the first, and that dim."""

@@ -27,7 +27,6 @@ from planner.lowering.unit_work import UnitWork
 from planner.lowering.work import Work
 from planner.lowering.written import WrittenTasks
 from planner.plans.plan import Plan
-from simulator.caches import in_caches, sharing_cores
 from simulator.corrections import message_time
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
@@ -37,7 +36,7 @@ from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, acti
 from simulator.program import DISK, HOST, Collective, Kernel, Phase, ProgramAxis, Task
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.task_table import FloatArray
-from simulator.timing import host_message_time, task_times
+from simulator.timing import host_message_time, in_caches, sharing_cores, task_times
 from simulator.topology import GroupShape
 
 FORWARD, BACKWARD, INPUT, WEIGHT = ActionKind

@@ -13,8 +13,7 @@ from planner.plans.plan import Plan
 from simulator.errors import ProfileError
 from simulator.hardware import Hardware
 from simulator.mixed_cluster import MixedCluster, slowest_links, with_links
-from simulator.pipeline import per_rank
-from simulator.pipeline_operators import OperatorCosts, Operators
+from simulator.pipeline_operators import OperatorCosts, Operators, per_rank
 from simulator.schedules import ActionKind, Schedule
 from simulator.task_table import FloatArray
 

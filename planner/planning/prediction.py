@@ -25,14 +25,12 @@ from planner.plans.plan import Plan
 from planner.plans.request import PRECISIONS
 from simulator import fast_engine
 from simulator.errors import InputError
-from simulator.following_steps import period_s
 from simulator.hardware import ORDER, Hardware
 from simulator.launches import SAMPLE, fixed_time, waiting_for_samples
 from simulator.mixed_cluster import MixedCluster
-from simulator.pipeline import per_rank
 from simulator.pipeline_memory import RankMemory, pipeline_memory
-from simulator.pipeline_operators import STREAMS, action_variants, operator_table, task_actions
-from simulator.pipeline_passes import OperatorResult, simulate_operators
+from simulator.pipeline_operators import STREAMS, action_variants, operator_table, per_rank, task_actions
+from simulator.pipeline_passes import OperatorResult, period_s, simulate_operators
 from simulator.pipeline_trace import action_times, write_pipeline_trace
 from simulator.program import Collective
 from simulator.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text

@@ -32,10 +32,10 @@ from planner.search.patience import Patience
 from planner.search.problem.hints import told_apart
 from planner.search.stages.unit_pins import FREE, UnitPins, of_layers
 from planner.search.units.hinted import StageHints
-from simulator.caches import in_caches
 from simulator.errors import InputError, NetworkError
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
+from simulator.timing import in_caches
 
 KIB = 1024
 MOST_SAMPLES = 2**24

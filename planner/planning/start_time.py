@@ -11,10 +11,9 @@ from planner.lowering.options import lowering_options, spread
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.start import broadcasts
 from planner.plans.plan import Plan, expanded_rules
-from simulator.caches import sharing_cores
 from simulator.hardware import Hardware
 from simulator.program import ProgramAxis
-from simulator.timing import task_times
+from simulator.timing import sharing_cores, task_times
 
 
 def start_s(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> float:

@@ -14,7 +14,7 @@ from reports import page
 from reports.execution.figures import OVERHEAD_AIM, OWN_CORES, Figure, choice_regrets, figures, network_taus
 from reports.execution.running import Result, error_of
 from reports.page import PALETTE, SYMBOLS, Cell, Html
-from simulator.conditions import MOST_OTHERS, MOST_STOLEN
+from simulator.crowding import MOST_OTHERS, MOST_STOLEN
 from simulator.quantities import bytes_text, interval_text, seconds_text
 
 COLUMNS = (

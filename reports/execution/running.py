@@ -22,7 +22,7 @@ from reports.execution.by_hand import HandSplit
 from reports.execution.cases import Case
 from reports.execution.turns import Turns, rounds_within, take_turns
 from simulator.calibration.calibrate import CalibrateOptions, calibrate
-from simulator.conditions import MOST_OTHERS
+from simulator.crowding import MOST_OTHERS
 from simulator.errors import MeshwrightError
 from simulator.profiles import load_profile
 

@@ -12,7 +12,6 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from simulator.caches import ALL_BELOW
 from simulator.calibration.cases import KernelCase, all_cases
 from simulator.calibration.crowds import CrowdTimes, crowding, measure_crowds
 from simulator.calibration.fitting import KernelFit, Measured, fit_kernel, predict_row, split_held_out
@@ -25,10 +24,11 @@ from simulator.calibration.process import available_cores, return_free_memory
 from simulator.calibration.profile_data import Findings, Residual, profile_data
 from simulator.calibration.slowdown import Slowdown, SlowdownTimer, core_turns, factors_by_count
 from simulator.calibration.timing import cost_among_others, measure_case, middle_mean
-from simulator.conditions import Conditions
+from simulator.crowding import Conditions
 from simulator.errors import InputError
 from simulator.profiles import write_profile
 from simulator.program import WIDER_CLASS, Kernel
+from simulator.timing import ALL_BELOW
 from simulator.whole_file import check_writable
 
 MOST_ROUNDS = 3

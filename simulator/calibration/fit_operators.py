@@ -41,7 +41,7 @@ from simulator.calibration.fit_shapes import (
 )
 from simulator.calibration.fits import FittedValues, rounded
 from simulator.hardware import AttentionModel, Hardware, MatmulModel
-from simulator.profile_operators import OperatorsPart, operator_models
+from simulator.profile_parts import OperatorsPart, operator_models
 from simulator.profiles import load_profile
 from simulator.program import WIDER_CLASS, Kernel
 
@@ -68,17 +68,6 @@ class OperatorFits:
         self.fields[place] = {**content, "source": fit.source(note)}
         if not any(fit is known for known in self.fits):
             self.fits.append(fit)
-
-
-def fit_operators(folder: Path, profile: str) -> Fields:
-    """Fitted fields of the operators of one shipped profile; what has no rows comes from the nearest device.
-
-    Raises
-    ------
-    InputError
-        When no rows are known for the profile, or a measurement file is wrong (file, line and column are named).
-    """
-    return operator_fits(folder, profile).fields
 
 
 def operator_fits(folder: Path, profile: str) -> OperatorFits:

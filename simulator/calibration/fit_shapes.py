@@ -14,8 +14,7 @@ from simulator.calibration.fit_rows import TILES, Rows
 from simulator.calibration.fits import FittedValues, FloatArray, minimise, rounded
 from simulator.calibration.measurement_files import need, read_measurements
 from simulator.hardware import AttentionModel, AttentionPasses, Hardware, MatmulModel
-from simulator.kernels import attention_time, convolution_time, kernel_time, matmul_time
-from simulator.kernels.matmul import padded_work
+from simulator.kernels import attention_time, convolution_time, kernel_time, matmul_time, padded_work
 from simulator.program import Kernel
 
 TRAINING = 128  # smallest dimension of the matrix products that training runs

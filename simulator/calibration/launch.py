@@ -144,7 +144,7 @@ def _forking(module: str) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     installed = not str(getattr(sys.modules["__main__"], "__file__", ".py")).endswith(".py")
-    context.set_forkserver_preload(["simulator.calibration.preload", module, *["__main__"][: int(installed)]])
+    context.set_forkserver_preload(["torch.distributed", module, *["__main__"][: int(installed)]])
     return context
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from simulator.caches import NONE_ABOVE
 from simulator.calibration.npu import load_npu
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Caches
 from simulator.machine_memory import free_memory
+from simulator.timing import NONE_ABOVE
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 SMALLEST_CPU_MAXIMUM = 8

@@ -12,8 +12,7 @@ import numpy as np
 from simulator.calibration.fitting import KernelFit
 from simulator.calibration.machine import CalibratedDevices
 from simulator.calibration.messages import SIZES, MessageTimes
-from simulator.conditions import Conditions
-from simulator.crowding import Crowding
+from simulator.crowding import Conditions, Crowding
 from simulator.program import Collective, Kernel
 
 OVERLAPS_BELOW = 0.9

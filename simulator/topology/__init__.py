@@ -14,7 +14,7 @@ from simulator.topology.groups import (
     neighbour_distances,
 )
 from simulator.topology.nodes import NodeSpec, node_topology
-from simulator.topology.sharing import contended, link_use, node_shares, payload_rate, ring_bandwidth, shared_links
+from simulator.topology.sharing import link_use, node_shares, payload_rate, ring_bandwidth, shared_links
 
 __all__ = [
     "FabricSpec",
@@ -24,7 +24,6 @@ __all__ = [
     "axis_groups",
     "check_graph",
     "cluster_topology",
-    "contended",
     "fabric_spec",
     "group_shape",
     "level_of_axis",

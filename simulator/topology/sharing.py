@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.collective_patterns import Pattern, direct_send, pairwise_all_to_all, ring_gather
-from simulator.flows import max_min_rates
 from simulator.hardware import Hardware
 from simulator.topology.cluster import topology_graph, unit_spec
 from simulator.topology.graph import Topology, Vertex
@@ -122,33 +121,6 @@ def _width(capacities: FloatArray, use: FloatArray) -> float:
     """Capacity of the link that is full first."""
     busy = np.flatnonzero(use)
     return float(capacities[busy[np.argmax(use[busy] / capacities[busy])]]) if busy.size else math.inf
-
-
-def contended(
-    hardware: Hardware,
-    devices: int,
-    axes: Mapping[str, tuple[int, int]],
-    patterns: Mapping[str, Pattern] | None = None,
-) -> dict[str, float]:
-    """Factor by which each axis slows down when the groups of all `axes` communicate at once.
-
-    Links are shared max-min fairly among the axes by the bytes that each sends over its own fullest link, no axis
-    faster than it is alone; arguments as of `shared_links`.
-    """
-    links = shared_links(hardware, devices, axes, patterns)
-    weights = [links.weights(name) for name in axes]
-    rows = [np.flatnonzero(weight) for weight in weights]
-    alone = np.array([links.widths[name] for name in axes])
-    caps = np.where(np.isfinite(alone), alone, 0.0)
-    together = max_min_rates(
-        caps,
-        np.array([0, *itertools.accumulate(map(len, rows))]),
-        np.concatenate([*rows, np.zeros(0, dtype=np.int64)]),
-        np.concatenate([weight[row] for weight, row in zip(weights, rows, strict=True)] or [np.zeros(0)]),
-        links.capacities,
-    )
-    slowed = np.divide(caps, together, out=np.ones(len(caps)), where=together > 0)
-    return dict(zip(axes, map(float, slowed), strict=True))
 
 
 @lru_cache(maxsize=4096)

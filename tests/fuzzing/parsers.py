@@ -55,9 +55,9 @@ from simulator.calibration.measurement_files import read_measurements
 from simulator.cluster_files import infragraph
 from simulator.errors import InputError
 from simulator.hardware import describe
-from simulator.profile_new import new_profile
 from simulator.profiles import check_profile, load_cluster, load_profile, write_profile
 from simulator.schedules import format_schedule_csv, make_schedule, parse_schedule_csv
+from simulator.shipped_profiles import new_profile
 from tests.measurements import write_measurements
 from tests.planner.exchange.training_configs import usual
 from tests.results import make_plan

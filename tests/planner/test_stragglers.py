@@ -15,12 +15,11 @@ from planner.planning.goodput import checkpoint_bytes
 from planner.planning.stragglers import places, slow_cluster, slow_step_s, steps_together, straggle
 from planner.plans.plan import Plan
 from simulator import fast_engine, launches
-from simulator.following_steps import period_s
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import LABELS, in_one_stream, operator_table
-from simulator.pipeline_passes import simulate_operators
+from simulator.pipeline_passes import period_s, simulate_operators
 from simulator.profiles import load_profile
-from simulator.stragglers import slow_ranks
+from tests.oracles.simulated import slow_ranks
 from tests.planner.lowering.plans import one_stage, pipelined
 from tests.planner.search.problems import captured
 from tests.simulator.table_copies import expand

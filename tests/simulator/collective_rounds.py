@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from simulator.collective_patterns import Block, Round, pairwise_all_to_all, ring_gather, rings_of
+from simulator.collective_patterns import Block, Message, Round, pairwise_all_to_all, ring_gather, rings_of
+from simulator.engine import SAME_LEVEL, FloatArray, IntArray, max_min_rates
 from simulator.errors import ProfileError
-from simulator.flows import SAME_LEVEL, FloatArray, IntArray, Message, max_min_rates
 from simulator.topology.graph import Topology
 
 Rounds = Iterable[Sequence[Message]]

@@ -10,8 +10,8 @@ import numpy as np
 from simulator.contention import message_transfers, shared_work
 from simulator.hardware import Hardware
 from simulator.program import COMPUTE_STREAM, Collective, Kernel, Phase, ProgramAxis, Task
-from simulator.table_builder import TableBuilder
 from simulator.task_table import FloatArray, StreamKind, TaskTable
+from tests.oracles.table_builder import TableBuilder
 
 AXES = (ProgramAxis(name="data", size=2, stride=2), ProgramAxis(name="tensor", size=2, stride=1))
 DEVICES = 4

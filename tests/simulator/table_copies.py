@@ -59,7 +59,6 @@ def expand(table: TaskTable, copies: int, *, joint: BoolArray, shared: BoolArray
         link_weights=np.tile(weights, copies),
         link_capacity=np.concatenate([table.link_capacity[shared], np.tile(table.link_capacity[own], copies)]),
         label=np.tile(table.label, copies),
-        stream_names=tuple(f"{name} of copy {c}" for c in range(copies) for name in table.stream_names),
     )
 
 

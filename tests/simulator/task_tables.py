@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 from hypothesis import strategies as st
 
-from simulator.table_builder import TableBuilder
 from simulator.task_table import TaskTable
+from tests.oracles.table_builder import TableBuilder
 
 
 @st.composite

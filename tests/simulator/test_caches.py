@@ -9,12 +9,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.caches import ALL_BELOW, NONE_ABOVE, cached_share, in_caches
 from simulator.hardware import Caches, Hardware
 from simulator.kernels import kernel_time
 from simulator.profiles import load_profile, write_profile
 from simulator.program import Kernel, Phase, Task
-from simulator.timing import task_times
+from simulator.timing import ALL_BELOW, NONE_ABOVE, cached_share, in_caches, task_times
 
 MIB = 1 << 20
 PROFILE = load_profile("dgx-a100")

@@ -31,7 +31,7 @@ from simulator.calibration.profile_data import Residual, profile_data
 from simulator.calibration.slowdown import Rounds, Slowdown, factors_by_count
 from simulator.calibration.timing import cost_among_others, measure_case, middle_mean
 from simulator.collectives import collective_time
-from simulator.conditions import Conditions
+from simulator.crowding import Conditions
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Caches, describe
 from simulator.kernels import kernel_time

@@ -9,10 +9,9 @@ from math import sqrt
 
 import pytest
 
-from simulator.collective_patterns import direct_send, pairwise_all_to_all, ring_gather
+from simulator.collective_patterns import Message, direct_send, pairwise_all_to_all, ring_gather
 from simulator.collectives import ALGORITHMS, CollectiveCost, pinned_cost
 from simulator.errors import ProfileError
-from simulator.flows import Message
 from simulator.hardware import FabricGraph, Hardware, Level, NodeGraph
 from simulator.profiles import load_profile
 from simulator.program import Collective

@@ -15,13 +15,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.collectives import ALGORITHMS, algorithm_costs, collective_algorithm, collective_time
+from simulator.collectives import ALGORITHMS, algorithm_costs, collective_time
 from simulator.errors import ProfileError
 from simulator.hardware import CollectiveTable, Hardware, Level
 from simulator.profiles import load_profile, profile_names, write_profile
 from simulator.program import Collective
 from simulator.topology import GroupShape, group_shape
 from tests.measurements import PUBLISHED, needs_published
+from tests.oracles.simulated import collective_algorithm
 
 profile = cache(load_profile)
 A0, B0, A1, B1 = 1e-6, 100e9, 5e-6, 10e9

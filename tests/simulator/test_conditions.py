@@ -13,7 +13,7 @@ import torch
 from simulator.calibration.machine_use import MachineUse, disturbance, machine_use, used_since
 from simulator.calibration.pace import Pace, paces_of, timed_paces
 from simulator.calibration.process import available_cores
-from simulator.conditions import Conditions
+from simulator.crowding import Conditions
 from simulator.errors import ProfileError
 from simulator.profiles import write_profile
 from tests.simulator.test_hardware import calibrated

@@ -18,10 +18,11 @@ from simulator.contention import Transfers, message_transfers, representative_ax
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
 from simulator.program import Collective, ProgramAxis, Task
-from simulator.table_builder import TableBuilder
 from simulator.task_table import FloatArray, StreamKind, TaskTable
 from simulator.timing import task_times
-from simulator.topology import axis_groups, contended, link_use, topology_graph
+from simulator.topology import axis_groups, link_use, topology_graph
+from tests.oracles.simulated import contended
+from tests.oracles.table_builder import TableBuilder
 from tests.simulator.programs import AXES, DEVICES, communication, table_of, task
 from tests.simulator.test_engine import waiting_tasks
 

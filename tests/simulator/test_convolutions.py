@@ -19,7 +19,7 @@ from simulator.calibration.convolutions import (
     is_product,
     misses_pixels,
 )
-from simulator.kernels.convolution import COPIES, convolution_time
+from simulator.kernels import COPIES, convolution_time
 from simulator.profiles import load_profile
 from simulator.program import Kernel
 

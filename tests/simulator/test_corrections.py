@@ -7,11 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from simulator.corrections import message_time, one_message_time, telling_marks
+from simulator.corrections import SENT_ONCE, SHARDED, TENSOR_EXPOSED, message_time, one_message_time, telling_marks
 from simulator.crowding import Crowding
-from simulator.expert_messages import SENT_ONCE
 from simulator.hardware import Hardware
-from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SHARDED, TENSOR_EXPOSED
+from simulator.launches import LAUNCH, MESSAGE_LAUNCHES
 from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.topology import group_shape

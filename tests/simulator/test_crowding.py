@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.caches import sharing_cores
 from simulator.calibration import messages
 from simulator.calibration.crowds import SIZES, CrowdTimes, crowding, fit_crowding
 from simulator.calibration.messages import MessageTimes
@@ -18,7 +17,7 @@ from simulator.crowding import Crowding, crowded
 from simulator.errors import ProfileError
 from simulator.profiles import load_profile, write_profile
 from simulator.program import Collective, ProgramAxis
-from simulator.timing import task_times
+from simulator.timing import sharing_cores, task_times
 from tests.simulator.programs import AXES, communication
 from tests.simulator.test_hardware import calibrated
 

@@ -8,8 +8,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from simulator.corrections import message_time
-from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE, places_reached, sent_share
+from simulator.corrections import EXPERT_EXPOSED, SENT_ONCE, message_time, places_reached, sent_share
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
 from simulator.program import Collective

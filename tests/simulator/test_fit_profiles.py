@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from planner.cli.app import app
-from simulator.calibration.fit_operators import fit_operators
+from simulator.calibration.fit_operators import operator_fits
 from simulator.calibration.fit_profiles import fit_profile, fitted_profiles, shipped_folder
 from simulator.calibration.fit_rows import rows_of
 from simulator.calibration.fit_shapes import fit_matmul
@@ -70,11 +70,11 @@ def test_products_meet_their_rows() -> None:
 
 @needs_published
 def test_fitted_fields_name_their_rows_and_what_they_are_taken_from() -> None:
-    fields = fit_operators(PUBLISHED, "dgx-a100-40g")
+    fields = operator_fits(PUBLISHED, "dgx-a100-40g").fields
     source = str(fields["operators.matmul.bfloat16"]["source"])
     assert source.startswith("assumed: as for dgx-a100, no rows on this device; there ")
     assert "294 rows" in source
-    own = fit_operators(PUBLISHED, "dgx-a100")["operators.matmul.bfloat16"]
+    own = operator_fits(PUBLISHED, "dgx-a100").fields["operators.matmul.bfloat16"]
     assert str(own["source"]).startswith("fitted: meshwright calibrate --from-measurements, matmul bfloat16: 294 rows")
     assert own["utilisation"] == fields["operators.matmul.bfloat16"]["utilisation"]
 
@@ -117,7 +117,7 @@ def test_a_wrong_cell_is_named(tmp_path: Path, cell: str, column: str, value: st
     path = folder / "G2_gemm_attention_aiconfigurator.csv"
     path.write_text(GEMM + row + row.replace(cell, value))
     with pytest.raises(InputError, match=rf"G2_gemm_attention_aiconfigurator.csv line 3, column {column}"):
-        fit_operators(tmp_path, "dgx-h100")
+        operator_fits(tmp_path, "dgx-h100")
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no folder operators/"):
         measurements_folder(tmp_path)
     with pytest.raises(InputError, match="no published measurements are known for profile 'mine'"):
-        fit_operators(tmp_path, "mine")
+        operator_fits(tmp_path, "mine")
 
 
 def test_text_around_the_numbers_stays() -> None:

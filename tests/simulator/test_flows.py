@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.collective_patterns import Message
+from simulator.engine import max_min_rates
 from simulator.errors import ProfileError
-from simulator.flows import Message, max_min_rates
 from simulator.topology import NodeSpec, Topology, node_topology
 from tests.simulator.collective_rounds import simulate_rounds
 

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator import fast_engine
-from simulator.following_steps import following
-from simulator.pipeline import PipelineCosts, pipeline_table, simulate_pipeline
 from simulator.pipeline_operators import OperatorCosts, Operators
-from simulator.pipeline_passes import simulate_operators
+from simulator.pipeline_passes import following, simulate_operators
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.task_table import FloatArray
+from tests.oracles.passes import PipelineCosts, pipeline_table, simulate_pipeline
 from tests.simulator.test_pipeline import drawn
 from tests.simulator.test_schedules import EVERY
 

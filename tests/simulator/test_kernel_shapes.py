@@ -18,8 +18,8 @@ from simulator.kernels import (
     grouped_matmul_time,
     kernel_time,
     matmul_time,
+    shaped_time,
 )
-from simulator.kernels.shaped import shaped_time
 from simulator.profiles import load_profile
 from simulator.program import Kernel
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.errors import InputError, ProgramError
-from simulator.pipeline import (
+from simulator.pipeline_passes import step_of_passes
+from simulator.schedules import SCHEDULES, Schedule, make_schedule, parse_schedule_csv
+from tests.oracles.passes import (
     PipelineCosts,
     PipelineResult,
     peak_activation_bytes,
     pipeline_table,
     simulate_pipeline,
-    step_of_passes,
 )
-from simulator.schedules import SCHEDULES, Schedule, make_schedule, parse_schedule_csv
 from tests.simulator.schedule_formulas import FORMULAS, ScheduleSize
 from tests.simulator.test_schedules import EVERY, shapes
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from planner.cost.memory.in_flight import WEIGHT_GRADIENT_SHARE, micro_batches_in_flight
 from simulator.errors import InputError, ProgramError
-from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.pipeline_memory import PipelineBytes, RankMemory, pipeline_memory
 from simulator.program import BufferKind
 from simulator.schedules import make_schedule
+from tests.oracles.passes import PipelineCosts, simulate_pipeline
 
 
 def memories(

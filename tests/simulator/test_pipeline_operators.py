@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from simulator import engine, fast_engine, pipeline_passes
 from simulator.errors import InputError
-from simulator.following_steps import period_s
-from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.pipeline_operators import (
     LABELS,
     STREAMS,
@@ -23,8 +21,9 @@ from simulator.pipeline_operators import (
     operator_table,
     plan_operators,
 )
-from simulator.pipeline_passes import simulate_operators
+from simulator.pipeline_passes import period_s, simulate_operators
 from simulator.schedules import ActionKind, Schedule, make_schedule
+from tests.oracles.passes import PipelineCosts, simulate_pipeline
 from tests.simulator.test_schedules import EVERY, shapes
 
 

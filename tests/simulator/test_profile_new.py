@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from planner.cli.app import app
 from simulator.errors import ProfileError
 from simulator.profile_file import check_content
-from simulator.profile_new import new_profile, quantity
 from simulator.profiles import load_profile
+from simulator.shipped_profiles import new_profile, quantity
 
 BASES = st.sampled_from(["dgx-h100", "a100-pcie", "gb200-nvl72", "ascend910b-atlas800t-a2"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simulator.task_groups import stable_order
+from simulator.task_table import stable_order
 
 
 @pytest.mark.parametrize("limit", [1, 2**16, 2**16 + 1])

@@ -13,9 +13,10 @@ from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.pipeline_passes import simulate_operators
 from simulator.profiles import load_profile
 from simulator.schedules import ActionKind, make_schedule
-from simulator.stragglers import compute_factors, slow_level, slow_links, slow_ranks, slow_stages
+from simulator.stragglers import compute_factors, slow_level, slow_stages
 from simulator.task_table import StreamKind, TaskTable
 from simulator.timing import task_times
+from tests.oracles.simulated import slow_links, slow_ranks
 from tests.simulator.programs import AXES, DEVICES, communication
 
 HARDWARE = load_profile("dgx-a100")

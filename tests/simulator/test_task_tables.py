@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
+from simulator.engine import max_min_rates
 from simulator.errors import ProgramError
-from simulator.flows import max_min_rates
-from simulator.table_builder import TableBuilder
 from simulator.task_table import StreamKind, TaskTable
+from tests.oracles.table_builder import TableBuilder
 from tests.simulator.table_copies import expand
 from tests.simulator.task_tables import tables
 

@@ -26,7 +26,6 @@ from simulator.topology import (
     Topology,
     axis_groups,
     cluster_topology,
-    contended,
     group_shape,
     level_of_axis,
     link_use,
@@ -38,6 +37,7 @@ from simulator.topology import (
     topology_graph,
 )
 from simulator.topology.graph import Links
+from tests.oracles.simulated import contended
 
 profile = cache(load_profile)
 

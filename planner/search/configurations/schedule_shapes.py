@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.search.stages.fragments import FloatArray, IntArray
-from simulator.pipeline import step_of_passes
+from simulator.pipeline_passes import step_of_passes
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.schedules.generators import interleaved, interleaved_group
 

@@ -18,7 +18,7 @@ from planner.search.problem.costs import MeshCosts
 from planner.search.problem.variables import Choice, Decisions, Kind, Variable, unnamed
 from planner.sharding.placement import REPLICATE
 from planner.sharding.redistribution import placement_index
-from simulator.expert_messages import EXPERT_WORK
+from simulator.corrections import EXPERT_WORK
 from simulator.program import Kernel, Phase
 
 Port = tuple[TensorRef, bool, NDArray[np.int64]]

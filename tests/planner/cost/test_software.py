@@ -49,10 +49,10 @@ from planner.plans.exchange import Exchange
 from planner.plans.file import plan_from_text, plan_to_text
 from planner.plans.pins import Pins
 from planner.plans.plan import stored_parameters
-from simulator.corrections import kernel_factor
+from simulator.corrections import kernel_factor, sharded_factor
 from simulator.errors import InputError
 from simulator.hardware import Hardware
-from simulator.kernels.convolution import COPIES, SINGLE_COPIES
+from simulator.kernels import COPIES, SINGLE_COPIES
 from simulator.launches import (
     DISPATCH_S,
     GRAPHED,
@@ -61,7 +61,6 @@ from simulator.launches import (
     known_software,
     message_launches,
     send_stall,
-    sharded_factor,
 )
 from simulator.profiles import load_profile
 from simulator.program import Collective, Kernel

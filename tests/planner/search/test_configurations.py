@@ -40,8 +40,8 @@ from planner.search.stages.partition import partition
 from planner.search.stages.task import PartitionTask
 from planner.search.units.labels import StageTables
 from planner.search.units.records import Least
+from simulator.corrections import SHARDED
 from simulator.hardware import Hardware
-from simulator.launches import SHARDED
 from simulator.profiles import load_profile
 from tests.planner.search.made_tables import MadeTables, MadeUnit, made_tables
 from tests.planner.search.problems import captured

@@ -30,8 +30,9 @@ from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.explored import Placed
 from planner.search.stages.partition import partition
 from planner.search.stages.task import simplified
+from simulator.corrections import SHARDED
 from simulator.hardware import Hardware
-from simulator.launches import MICRO_BATCH, SHARDED, STEP
+from simulator.launches import MICRO_BATCH, STEP
 from simulator.profiles import load_profile
 from simulator.program import Kernel
 from tests.planner.search.problems import captured

@@ -21,8 +21,7 @@ from planner.sharding.placement import PARTIAL, REPLICATE, Placements
 from planner.sharding.redistribution import redistribution
 from planner.sharding.rule_notation import Rule
 from simulator.collectives import collective_time
-from simulator.kernels import kernel_time, matmul_time
-from simulator.kernels.attention import attention_kernel_time
+from simulator.kernels import attention_kernel_time, kernel_time, matmul_time
 from simulator.profiles import load_profile
 from simulator.program import Collective, Kernel, Phase
 from simulator.topology import group_shape

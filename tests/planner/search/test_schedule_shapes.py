@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.search.configurations.schedule_shapes import apart_s, schedule_shape, turns_apart_s
-from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.pipeline_memory import PipelineBytes, pipeline_memory
 from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.pipeline_passes import simulate_operators
 from simulator.schedules import ActionKind, make_schedule
+from tests.oracles.passes import PipelineCosts, simulate_pipeline
 
 STILL = (
     ("1f1b", 1, 0.006), ("gpipe", 1, 1e-9), ("zb_h1", 1, 0.006), ("interleaved_1f1b", 2, 0.03), ("zbv", 2, 0.03),

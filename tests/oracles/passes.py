@@ -1,4 +1,4 @@
-"""Pipelines pass by pass: a schedule and the cost of every stage as a task table, and its simulation.
+"""The oracle of pipelines: a schedule whose passes are one task each, with the cost of every stage.
 
 Ranks compute one action after the other. What a stage hands to a stage of another rank is sent as soon as it is
 there, in order on the link between the two, and the receiver waits for it only when it needs it; a rank whose sends
@@ -7,20 +7,17 @@ do not overlap stands still while it sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from simulator import fast_engine
-from simulator.errors import InputError
-from simulator.following_steps import period_s
+from simulator.pipeline_operators import Numbers, exchanges, per_rank, send_links, send_times, spread
+from simulator.pipeline_passes import period_s
 from simulator.schedules import ActionKind, Schedule
-from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
+from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable, plain_table
 
-Numbers = float | FloatArray
 LABELS = (
     *(kind.name.lower() for kind in ActionKind),
     "overlapped",
@@ -74,7 +71,7 @@ class PipelineResult:
 
     Attributes
     ----------
-    step_time_s : after which the next step follows (`simulator.following_steps`)
+    step_time_s : after which the next step follows (`simulator.pipeline_passes`)
     length_s : from the start of the first rank to the end of the last
     starts_s, ends_s : (A,) in the order of the schedule's actions
     bubble_s : (ranks,) time of a step in which a rank neither computes nor is blocked by a send
@@ -155,46 +152,6 @@ def simulate_pipeline(schedule: Schedule, costs: PipelineCosts) -> PipelineResul
     )
 
 
-def step_of_passes(
-    schedule: Schedule, forward_s: FloatArray, backward_s: FloatArray, *, together: bool = False
-) -> float:
-    """Seconds of one step in which ranks do nothing but passes, (stages,) each: that of `simulate_pipeline`, sooner.
-
-    Its length where ranks end ``together``.
-    """
-    order, *columns = _passes_in_order(schedule)
-    seconds = group_times(schedule, PipelineCosts(forward_s=forward_s, backward_s=backward_s))[order].tolist()
-    ends = _ends_of_passes([0.0] * schedule.ranks, columns, seconds)
-    if together or max(ends[rank] for rank in schedule.beginning_ranks.tolist()) >= max(ends):
-        return max(ends)
-    following = _ends_of_passes(ends, columns, seconds)
-    return max(there - here for here, there in zip(ends, following, strict=True))
-
-
-def _ends_of_passes(begins: list[float], columns: Sequence[list[int]], seconds: list[float]) -> list[float]:
-    """(ranks,) ends of a step by the moments at which its ranks begin."""
-    free = list(begins)
-    ends = [0.0] * (len(seconds) + 1)  # at last the end of what nothing comes before
-    for group, rank, needed, other, takes in zip(*columns, seconds, strict=True):
-        start = free[rank]
-        if ends[needed] > start:
-            start = ends[needed]
-        if ends[other] > start:
-            start = ends[other]
-        ends[group] = free[rank] = start + takes
-    return free
-
-
-@lru_cache(maxsize=256)
-def _passes_in_order(schedule: Schedule) -> tuple[IntArray, list[int], list[int], list[int], list[int]]:
-    """Groups in an order in which they can be timed; again as a list, their ranks, and what both actions need or -1."""
-    groups = np.cumsum(np.concatenate(([True], ~schedule.paired[:-1]))) - 1
-    needs, leaders, order = np.append(groups, -1)[schedule.previous], schedule.leaders, schedule.execution_order
-    other = np.where(schedule.paired[leaders], np.append(needs, -1)[leaders + 1], -1)
-    ranks = schedule.action_rank[leaders]
-    return order, order.tolist(), ranks[order].tolist(), needs[leaders][order].tolist(), other[order].tolist()
-
-
 def peak_activation_bytes(schedule: Schedule, costs: PipelineCosts) -> FloatArray:
     """(ranks,) most bytes that stand for backward passes at once.
 
@@ -215,19 +172,7 @@ def peak_activation_bytes(schedule: Schedule, costs: PipelineCosts) -> FloatArra
 
 def per_stage(schedule: Schedule, values: Numbers) -> FloatArray:
     """(stages,) values, broadcast from one."""
-    return _spread(values, schedule.stages, "stages")
-
-
-def per_rank(schedule: Schedule, values: Numbers) -> FloatArray:
-    """(ranks,) values, broadcast from one."""
-    return _spread(values, schedule.ranks, "ranks")
-
-
-def _spread(values: Numbers, size: int, what: str) -> FloatArray:
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape not in ((), (1,), (size,)):
-        raise InputError(f"Costs of shape {array.shape} do not fit {size} {what}: give one number, or one for each")
-    return np.broadcast_to(array, (size,))
+    return spread(values, schedule.stages, "stages")
 
 
 def action_times(schedule: Schedule, costs: PipelineCosts) -> tuple[FloatArray, FloatArray]:
@@ -264,50 +209,10 @@ def group_times(schedule: Schedule, costs: PipelineCosts) -> FloatArray:
     return times
 
 
-def send_times(schedule: Schedule, sender: IntArray, send_s: Numbers) -> FloatArray:
-    """(X,) seconds of each send: a gradient takes as long as the activation that came the other way."""
-    forward = schedule.kind[sender] == ActionKind.FORWARD
-    seconds: FloatArray = per_stage(schedule, send_s)[schedule.stage[sender] - ~forward]
-    return seconds
-
-
-def exchanges(schedule: Schedule) -> tuple[IntArray, IntArray]:
-    """(X,) actions whose output goes to another rank, in order, and the actions that take it."""
-    receiver = np.flatnonzero(schedule.previous >= 0)
-    sender = schedule.previous[receiver]
-    crosses = schedule.action_rank[sender] != schedule.action_rank[receiver]
-    sender, receiver = sender[crosses], receiver[crosses]
-    order = np.argsort(sender, kind="stable")
-    return sender[order], receiver[order]
-
-
-def send_links(schedule: Schedule, sender: IntArray) -> tuple[IntArray, IntArray]:
-    """Links from a stage to a neighbour: (X,) link of each send, (links,) rank that sends on it."""
-    away = schedule.kind[sender] != ActionKind.FORWARD
-    _, first, link = np.unique(2 * schedule.stage[sender] + away, return_index=True, return_inverse=True)
-    return link, schedule.action_rank[sender[first]].astype(np.int64)
-
-
 def compressed_rows(rows: IntArray, values: IntArray, size: int) -> tuple[IntArray, IntArray]:
     """Offsets (size + 1,) and values (N,) of pairs in any order."""
     order = np.argsort(rows, kind="stable")
     return np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=size)))), values[order]
-
-
-def plain_table(**fields: Any) -> TaskTable:
-    """A table without meetings, links and latencies, the work in seconds."""
-    size = len(fields["stream"])
-    nothing = np.zeros(size)
-    return TaskTable(
-        latency_s=nothing,
-        rate_bytes_per_s=nothing,
-        meeting=np.full(size, -1, dtype=np.int64),
-        link_offsets=np.zeros(size + 1, dtype=np.int64),
-        links=np.zeros(0, dtype=np.int64),
-        link_weights=np.zeros(0),
-        link_capacity=np.zeros(0),
-        **fields,
-    )
 
 
 def _filled(schedule: Schedule, costs: PipelineCosts) -> tuple[PipelineLayout, TaskTable]:
