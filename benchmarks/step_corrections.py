@@ -24,7 +24,7 @@ from planner.cost.software_file import shipped_software
 from planner.cost.stacks import family_of, usual_launch_s
 from planner.published.fitting import FloatArray
 from planner.published.pinned import PinnedRun
-from simulator.calibration.profile_text import with_fields
+from simulator.calibration.fit_profiles import with_fields
 from simulator.hardware import PROFILE_SUFFIX, Hardware
 from simulator.launches import LAUNCH
 from simulator.profiles import load_profile

@@ -33,7 +33,6 @@ from typing import Literal, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.errors import ProfileError
 from simulator.hardware import CollectiveTable, Hardware, Level
 from simulator.program import Collective
 from simulator.topology import GroupShape, node_shares
@@ -53,30 +52,13 @@ Algorithm = Callable[[Hardware, GroupShape], CollectiveCost | None]
 
 
 @overload
-def collective_time(
-    hardware: Hardware,
-    collective: Collective,
-    payload_bytes: float,
-    group: GroupShape,
-    *,
-    algorithm: str | None = None,
-) -> float: ...
+def collective_time(hardware: Hardware, collective: Collective, payload_bytes: float, group: GroupShape) -> float: ...
 @overload
 def collective_time(
-    hardware: Hardware,
-    collective: Collective,
-    payload_bytes: FloatArray,
-    group: GroupShape,
-    *,
-    algorithm: str | None = None,
+    hardware: Hardware, collective: Collective, payload_bytes: FloatArray, group: GroupShape
 ) -> FloatArray: ...
 def collective_time(
-    hardware: Hardware,
-    collective: Collective,
-    payload_bytes: float | FloatArray,
-    group: GroupShape,
-    *,
-    algorithm: str | None = None,
+    hardware: Hardware, collective: Collective, payload_bytes: float | FloatArray, group: GroupShape
 ) -> float | FloatArray:
     """Seconds of one collective in one group; all groups of the axis run it at the same time.
 
@@ -87,16 +69,12 @@ def collective_time(
     ----------
     payload_bytes
         a float, or an array of shape ``(n,)``; what it counts is told in `program.Collective`.
-    algorithm
-        a key of ``ALGORITHMS[collective]``: the formula of this one, whatever the library or a table says.
     """
-    if isinstance(payload_bytes, float) and algorithm is None and not hardware.collective_tables:
+    if isinstance(payload_bytes, float) and not hardware.collective_tables:
         return _fastest(hardware, collective, payload_bytes, group)
     payload = np.asarray(payload_bytes, dtype=np.float64)
     if group.size == 1:
         seconds = np.zeros_like(payload)
-    elif algorithm is not None:
-        seconds = _pipelined(hardware, pinned_cost(hardware, collective, group, algorithm), payload)
     else:
         measured = _from_tables(hardware, collective, payload, group)
         seconds = _model(hardware, collective, payload, group).min(axis=0) if measured is None else measured
@@ -119,21 +97,6 @@ def algorithm_costs(hardware: Hardware, collective: Collective, group: GroupShap
         if known and (cost := algorithm(hardware, group)) is not None:
             costs[name] = cost
     return costs
-
-
-@lru_cache(maxsize=4096)
-def pinned_cost(hardware: Hardware, collective: Collective, group: GroupShape, algorithm: str) -> CollectiveCost:
-    """Cost of one algorithm, known to this hardware's library or not; ProfileError where it cannot run."""
-    known = ALGORITHMS[collective]
-    if algorithm not in known:
-        raise ProfileError(f"{collective.value} has no algorithm {algorithm!r}; use one of {', '.join(known)}")
-    cost = known[algorithm](hardware, group)
-    if cost is None:
-        raise ProfileError(
-            f"{collective.value} by {algorithm} cannot run in a group with {group.members} members per level of "
-            f"{hardware.name}: halving needs powers of two, switch a level that adds; use ring"
-        )
-    return cost
 
 
 def ring(hardware: Hardware, group: GroupShape) -> CollectiveCost:
@@ -310,7 +273,7 @@ def _model(hardware: Hardware, collective: Collective, payload: FloatArray, grou
     roots, rates = _roots(hardware, collective, group)
     across = (-1, *(1 for _ in payload.shape))
     root = roots.reshape(across) + np.sqrt(payload * rates.reshape(across))
-    # As in `_pipelined`.
+    # root ** 2 would round floats and arrays differently.
     return np.asarray(hardware.collective_overhead_s + root * root)
 
 
@@ -328,12 +291,6 @@ def _fastest(hardware: Hardware, collective: Collective, payload: float, group: 
     costs = algorithm_costs(hardware, collective, group).values()
     roots = [math.sqrt(cost.latency_s) + math.sqrt(payload * cost.seconds_per_byte) for cost in costs]
     return hardware.collective_overhead_s + min(root * root for root in roots)
-
-
-def _pipelined(hardware: Hardware, cost: CollectiveCost, payload: FloatArray) -> FloatArray:
-    root = math.sqrt(cost.latency_s) + np.sqrt(payload * cost.seconds_per_byte)
-    # root ** 2 would round floats and arrays differently.
-    return np.asarray(hardware.collective_overhead_s + root * root)
 
 
 @lru_cache(maxsize=4096)

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simulator.collective_patterns import Pattern, direct_send, pairwise_all_to_all, ring_gather
 from simulator.corrections import message_time
 from simulator.hardware import Hardware
 from simulator.program import Collective, ProgramAxis, Task
 from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
 from simulator.timing import tasks_by_work
 from simulator.topology import group_shape, shared_links
+from simulator.topology.sharing import Pattern, direct_send, pairwise_all_to_all, ring_gather
 
 PATTERNS: Mapping[Collective, Pattern] = {Collective.ALL_TO_ALL: pairwise_all_to_all, Collective.SEND: direct_send}
 """Where messages go, other than around a ring."""

@@ -132,7 +132,8 @@ class _MessageFactors(NamedTuple):
 @lru_cache(maxsize=4096)
 def _message_factors(hardware: Hardware, collective: Collective, group: GroupShape, axis: str) -> _MessageFactors:
     factor = _factor(hardware.training, "outside" if group.outermost else "inside")
-    factor *= tensor_exposed(hardware, collective, axis) * expert_exposed(hardware, collective, axis)
+    factor *= tensor_exposed(hardware, collective, axis)
+    factor *= hardware.training.get(EXPERT_EXPOSED, 1.0) if of_tokens(collective, axis) else 1.0
     sent = sent_share(hardware, collective, axis, group)
     return _MessageFactors(factor, factor * sharded_factor(hardware), sent)
 
@@ -201,6 +202,8 @@ def places_reached(places: Amount, chosen: Amount) -> Amount:
 def sent_share(hardware: Hardware, collective: Collective, axis: str, group: GroupShape) -> float:
     """Share of the bytes of a message that travels: less than all where a token goes once to each node of a group.
 
+    Dispatchers that know the topology pass it on over the links inside (DeepEP; DeepSeek-V3, arXiv:2412.19437, 3.2.2).
+
     It is more where the experts of some rank get more tokens than an even share and the room beside it.
 
     Inside a node ranks take the place of nodes, and so they do inside a larger domain of fast links (NVL72).
@@ -214,11 +217,6 @@ def sent_share(hardware: Hardware, collective: Collective, axis: str, group: Gro
     near = max(1, max(hardware.devices_per_node, hardware.levels[0].size) // group.stride)
     places = group.size / near if group.size > near else float(group.size)
     return load * places_reached(places, chosen) / chosen
-
-
-def expert_exposed(hardware: Hardware, collective: Collective, axis: str) -> float:
-    """What a message of tokens leaves to wait for: a part, where it travels beside another micro-batch, else all."""
-    return hardware.training.get(EXPERT_EXPOSED, 1.0) if of_tokens(collective, axis) else 1.0
 
 
 def of_tokens(collective: Collective, axis: str) -> bool:

@@ -310,7 +310,7 @@ class Flows:
                         if other not in found:
                             found[other] = None
                             pending.append(other)
-        return list(found) if len(found) == 1 else sorted(found, key=_sort_key)
+        return list(found) if len(found) == 1 else sorted(found, key=lambda one: (one.uses_number, one.cap, one.whole))
 
     def _rates(self, flows: list[Flow]) -> list[float]:
         key = tuple([(flow.uses_number, flow.cap) for flow in flows])
@@ -342,10 +342,6 @@ class Flows:
         timer.callbacks.append(self._end)
 
 
-def _sort_key(flow: Flow) -> tuple[int, float, int]:
-    return flow.uses_number, flow.cap, flow.whole
-
-
 # Links that fill within rounding of each other fill together.
 SAME_LEVEL = 1 + 1e-12
 
@@ -353,7 +349,10 @@ SAME_LEVEL = 1 + 1e-12
 def max_min_rates(
     caps: FloatArray, link_offsets: IntArray, links: IntArray, weights: FloatArray, capacities: FloatArray
 ) -> FloatArray:
-    """Rates (F,) of F flows by progressive filling.
+    """Max-min fair rates (F,) of F flows: none can grow without taking from a flow that has no more.
+
+    Progressive filling (Bertsekas and Gallager, "Data Networks", 2nd ed., 1992, section 6.5.2): all rates rise
+    together; a flow stops at its own cap or when a link that it crosses is full.
 
     At rate ``r`` flow ``f`` loads link ``links[u]`` with ``r * weights[u]`` for every ``u`` in
     ``link_offsets[f]:link_offsets[f + 1]``.

@@ -131,7 +131,7 @@ class NodeGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FabricGraph:
-    """How nodes are joined; `simulator.topology.fabrics.FabricSpec` has the kinds."""
+    """How nodes are joined; `simulator.topology.cluster.FabricSpec` has the kinds."""
 
     kind: str
 

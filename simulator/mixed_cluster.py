@@ -104,7 +104,10 @@ def parse_cluster(content: bytes, file: str, load: Callable[[str], Hardware]) ->
         ) from None
     folder = Path(file).expanduser().parent
     profiles = tuple(_place(entry.profile, folder) for entry in part.nodes for _ in range(entry.count))
-    read = {profile: _member(profile, load) for profile in dict.fromkeys(profiles)}
+    read = {
+        profile: (parse_profile(PROFILE.read(profile), profile) if is_profile_path(profile) else load(profile))
+        for profile in dict.fromkeys(profiles)
+    }
     nodes = tuple(read[profile] for profile in profiles)
     fabric = part.fabric
     latency = fabric.latency_s
@@ -129,10 +132,6 @@ def parse_cluster(content: bytes, file: str, load: Callable[[str], Hardware]) ->
 def _place(profile: str, folder: Path) -> str:
     """A profile by name, or by path from where the program runs."""
     return str(folder / Path(profile).expanduser()) if is_profile_path(profile) else profile
-
-
-def _member(profile: str, load: Callable[[str], Hardware]) -> Hardware:
-    return parse_profile(PROFILE.read(profile), profile) if is_profile_path(profile) else load(profile)
 
 
 def pacing_hardware(cluster: MixedCluster) -> Hardware:

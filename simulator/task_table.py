@@ -127,7 +127,7 @@ NEITHER, COMPUTES, TRANSFERS = range(3)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskGroups:
-    """Arrays (T,); those of wholes hold at their owner.
+    """Meetings, and tasks without one, as wholes: arrays (T,), those of wholes at the number of their first task.
 
     Attributes
     ----------

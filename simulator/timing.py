@@ -72,11 +72,6 @@ def host_time(hardware: Hardware, size_bytes: Amount, copies: float = 1.0) -> Am
     return copies * hardware.kernels[Kernel.COPY].overhead_s + size_bytes / bandwidth
 
 
-def disk_time(hardware: Hardware, size_bytes: float) -> float:
-    """Seconds in which a host reads and writes bytes for one device; the devices of a node share its disks."""
-    return size_bytes * hardware.devices_per_node / hardware.disk_bandwidth
-
-
 def host_memory_time(hardware: Hardware, size_bytes: FloatArray) -> FloatArray:
     """Seconds (n,) in which a host moves bytes of its memory for one device; the devices of a node share it."""
     return size_bytes * hardware.devices_per_node / hardware.host_memory_bandwidth
@@ -122,7 +117,7 @@ def task_times(tasks: Sequence[Task], axes: Sequence[ProgramAxis], hardware: Har
             if tasks[i].axis == HOST:
                 seconds[i] = host_time(hardware, tasks[i].bytes_moved, tasks[i].copies)
             elif tasks[i].axis == DISK:
-                seconds[i] = disk_time(hardware, tasks[i].bytes_moved)
+                seconds[i] = tasks[i].bytes_moved * hardware.devices_per_node / hardware.disk_bandwidth
         if reaches_host and (hosted := [i for i in compute if tasks[i].on_host]):
             moved = np.array([tasks[i].bytes_moved for i in hosted])
             seconds[hosted] = slowdown * hardware.kernels[kernel].overhead_s + host_memory_time(hardware, moved)

@@ -210,7 +210,7 @@ def _run_virtually(terminal: Terminal, given: ExecuteArguments) -> None:
 
 def _train(terminal: Terminal, given: ExecuteArguments) -> None:
     """Train, say losses meanwhile where that is asked for, and show what was measured beside the prediction."""
-    from planner.execution.launch.progress import loss_monitor
+    from planner.execution.launch.rank_log import loss_monitor
     from planner.execution.run import execute as run
 
     options = given.options()

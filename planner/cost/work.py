@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.fusion import COMPILER, LIBRARY, in_memory, lying_bytes
-from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import DTYPE_BYTES, STORED_BYTES, Node, OperatorGraph, Role, TensorRef
+from planner.graph.recompute import KeptByGraph
 from simulator.errors import InputError
 from simulator.kernels import ELEMENT_BYTES
 from simulator.program import Kernel, Phase

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.execution.machine import Action, Held, Machine, RankContext
+from planner.execution.communication import Action
+from planner.execution.machine import Held, Machine, RankContext
 from planner.lowering.instructions import Crossing, LoweredStages, StageInstructions, value_of_copy
 from planner.lowering.stages import gradient_of_stage
 from simulator.pipeline_operators import PLAIN, action_variants
@@ -208,7 +209,7 @@ class Interpreter:
             action()
         if kind is ActionKind.FORWARD:
             self._send(stage, instructions.leaves, FORWARD, number, number + 1, micro_batch)
-            if self._is_last(number):
+            if (number + 1) % self._lowered.schedule.chain_stages == 0:
                 losses |= {first + copy: stage.machine.value(slot) for copy, slot in enumerate(stage.losses)}
         elif kind is not ActionKind.WEIGHT_GRADIENT:
             self._send(stage, instructions.gradient_leaves, GRADIENT, number, number - 1, micro_batch)
@@ -220,9 +221,6 @@ class Interpreter:
         """Give a stage the sums of gradients that stages of this rank add up together."""
         for name, slot in self._shared[number]:
             self._stages[number].machine.slots[slot] = self._sums.get(name)
-
-    def _is_last(self, number: int) -> bool:
-        return (number + 1) % self._lowered.schedule.chain_stages == 0
 
     # Between stages
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from planner.execution import loss_scaling
+from planner.execution import optimizers
 from planner.execution.checkpoints.options import Checkpoints
 from planner.execution.data.samples import BatchInput, Shard
 from planner.execution.optimizers import Hyperparameters
@@ -47,7 +47,7 @@ class Job:
     digest: str = ""
     logs: Path | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    first_scale: float = field(default_factory=lambda: loss_scaling.FIRST_SCALE)
+    first_scale: float = field(default_factory=lambda: optimizers.FIRST_SCALE)
     times_pace: bool = False
 
     @property

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.execution.communication import PreparedCollective, Slots, make_message, settled_early
-from planner.execution.host_copies import HostCopies
-from planner.execution.loss_scaling import LossScale, overflow, unscaled
-from planner.execution.optimizers import StepFunction, SummedStep
-from planner.execution.peers import AxisPeers
+from planner.execution.communication import (
+    FINISH,
+    RUN,
+    START,
+    Action,
+    AxisPeers,
+    HostCopies,
+    PreparedCollective,
+    Probe,
+    Slots,
+    make_message,
+    settled_early,
+)
+from planner.execution.optimizers import LossScale, StepFunction, SummedStep, overflow, unscaled
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.instructions import (
     Accumulate,
@@ -30,34 +39,20 @@ from planner.lowering.instructions import (
     Slice,
     StoredParameter,
     Update,
+    read_values,
+    written_values,
 )
 from planner.sharding.local_call import Moment
 from planner.sharding.local_context import own_part
 from planner.sharding.local_operator import LocalOperator, Peers, prepare
 from simulator.torch_versions import has_own_memory
 
-Action = Callable[[], None]
-RUN, START, FINISH = range(3)
-"""What an action does of its instruction: all of it, or of a collective that it is started or waited for."""
 NOWHERE = -1
 HOST = torch.device("cpu")
 BUFFER = Role.CONSTANT.value
 """Operator of a constant that is a buffer of the network."""
 SEED = "loss_gradient"
 """Node of the constant that the backward pass begins with."""
-
-
-class Probe(Protocol):
-    """Stands between compiled steps and what they run: clocks actions, or puts others in their place."""
-
-    def action(self, instruction: Instruction, part: int, action: Action) -> Action:
-        """The action to run for a part (`RUN`, `START`, `FINISH`) of an instruction."""
-
-    def reduction(self, axis: int, reduction: Callable[[], object]) -> None:
-        """Run a message of a mesh axis inside an operator, or wait for it."""
-
-    def crossing(self, stage: int, receive: Callable[[], object]) -> None:
-        """Receive what comes from a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,14 +188,13 @@ class Machine:
             touched, written = self._touches(instruction)
             freed = [self._numbers[name] for name in names if name in self._numbers]
             under_way = _wait(under_way, touched | set(freed), written, actions)
-            if isinstance(instruction, Communicate) and not instruction.sources:
-                actions.extend(_release(self.slots, freed))  # the operator before it has communicated
-            elif isinstance(instruction, Communicate) or self._comes_beside(instruction):
-                opened = self._open(instruction)
-                actions.extend(entry.settle for entry in under_way)
-                actions.append(opened.message.start)
-                under_way.append(opened)
-                actions.extend(_release(self.slots, freed))
+            if isinstance(instruction, Communicate) or self._comes_beside(instruction):
+                if isinstance(instruction, HostCopy) or instruction.sources:  # else the operator before it has sent
+                    opened = self._open(instruction)
+                    actions.extend(entry.settle for entry in under_way)
+                    actions.append(opened.message.start)
+                    under_way.append(opened)
+                actions += [_releasing(self.slots, freed)] if freed else []
             else:
                 actions.append(self._watched(instruction, RUN, self._action(instruction, freed)))
         first = len(actions) if ahead >= len(instructions) else first
@@ -209,22 +203,8 @@ class Machine:
 
     def _touches(self, instruction: Instruction) -> tuple[set[int], set[int]]:
         """List the slots an instruction reads or writes, and those whose memory it changes."""
-        if isinstance(instruction, Compute):
-            return {self.number(name) for name in (*instruction.inputs, *instruction.outputs) if name}, set()
-        if isinstance(instruction, HostCopy | Slice | Mask):
-            return {self.number(instruction.source), self.number(instruction.target)}, set()
-        if isinstance(instruction, Communicate):
-            return {self.number(name) for name in (*instruction.sources, *instruction.targets) if name}, set()
-        if isinstance(instruction, Accumulate):
-            return {self.number(instruction.source), self.number(instruction.accumulator)}, set()
-        if isinstance(instruction, CheckGradients):
-            return {self.number(name) for name in (*instruction.gradients, instruction.target)}, set()
-        if isinstance(instruction, SettleScale):
-            return {self.number(instruction.source)}, set()
-        if isinstance(instruction, BeginUpdate):
-            return {self.number(instruction.gradient), self.number(instruction.target)}, set()
-        read = instruction.sums or instruction.gradient
-        return {self.number(read)}, {self._stored[instruction.parameter]}
+        changed = {self._stored[instruction.parameter]} if isinstance(instruction, Update) else set[int]()
+        return {self.number(name) for name in (*read_values(instruction), *written_values(instruction))}, changed
 
     def _comes_beside(self, instruction: Instruction) -> TypeGuard[HostCopy]:
         """Whether an instruction brings a value from the host while the device computes."""
@@ -272,23 +252,23 @@ class Machine:
             outputs = [self.number(name) for name in instruction.outputs]
             peers = self._peers[instruction.copy]
             return _compute(self.slots, self._operator(instruction), peers, inputs, outputs, freed)
-        if isinstance(instruction, HostCopy):
-            return self._host_copy(instruction, freed)
-        if isinstance(instruction, Slice):
-            return self._slice(instruction, freed)
-        if isinstance(instruction, Mask):
-            return self._mask(instruction, freed)
-        if isinstance(instruction, Accumulate):
-            return self._accumulate(instruction, freed)
-        if isinstance(instruction, CheckGradients):
-            return self._check(instruction, freed)
-        if isinstance(instruction, SettleScale):
-            return self._settle(instruction, freed)
-        if isinstance(instruction, BeginUpdate):
-            return self._begin_update(instruction, freed)
-        if isinstance(instruction, Update):
-            return self._finish_update(instruction, freed) if instruction.sums else self._update(instruction, freed)
-        raise TypeError(f"instruction {type(instruction).__name__} has no action")
+        makers: dict[type[Instruction], Callable[[Any], Action]] = {
+            HostCopy: self._host_copy,
+            Slice: self._slice,
+            Mask: self._mask,
+            Accumulate: self._accumulate,
+            CheckGradients: self._check,
+            SettleScale: self._settle,
+            BeginUpdate: self._begin_update,
+            Update: self._update,
+        }
+        run, release = makers[type(instruction)](instruction), _releasing(self.slots, freed)
+
+        def run_and_release() -> None:
+            run()
+            release()
+
+        return run_and_release if freed else run
 
     def _operator(self, instruction: Compute) -> LocalOperator:
         graph, device = self._graph, HOST if instruction.on_host else self._context.device
@@ -306,7 +286,7 @@ class Machine:
             return operator
         return lambda tensors, peers: tuple(made.to(device) for made in operator(tensors, peers))
 
-    def _host_copy(self, instruction: HostCopy, freed: list[int]) -> Action:
+    def _host_copy(self, instruction: HostCopy) -> Action:
         slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
         there = HOST if instruction.to_host else self._context.device
         beside = instruction.asynchronous and self._apart
@@ -314,12 +294,10 @@ class Machine:
         def run() -> None:
             value = self.value(source)
             slots[target] = self._host_copies.to_host(value) if beside else value.to(there)
-            for slot in freed:
-                slots[slot] = None
 
         return run
 
-    def _slice(self, instruction: Slice, freed: list[int]) -> Action:
+    def _slice(self, instruction: Slice) -> Action:
         slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
         size = self._sizes[instruction.axis]
         mine, dim, cut = self._context.coordinates[instruction.axis], instruction.dim, instruction.cut
@@ -329,24 +307,20 @@ class Machine:
             value = self.value(source)
             part = value.chunk(size, dim)[mine] if cut is None else own_part(value, dim, cut, mine, size)
             slots[target] = part.clone(memory_format=torch.contiguous_format)
-            for slot in freed:
-                slots[slot] = None
 
         return run
 
-    def _mask(self, instruction: Mask, freed: list[int]) -> Action:
+    def _mask(self, instruction: Mask) -> Action:
         slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
         keeps = self._context.coordinates[instruction.axis] == 0
 
         def run() -> None:
             value = self.value(source)
             slots[target] = value if keeps else torch.zeros_like(value)
-            for slot in freed:
-                slots[slot] = None
 
         return run
 
-    def _accumulate(self, instruction: Accumulate, freed: list[int]) -> Action:
+    def _accumulate(self, instruction: Accumulate) -> Action:
         slots = self.slots
         source, target = self.number(instruction.source), self.number(instruction.accumulator)
         first, shared = instruction.first, instruction.accumulator in self._shared
@@ -359,46 +333,41 @@ class Machine:
                 # In place only where no other value shares the memory: a gradient may be a view of one.
                 held = self.value(target)
                 slots[target] = held.add_(value) if has_own_memory(held) else torch.add(held, value)
-            for slot in freed:
-                slots[slot] = None
 
         return run
 
-    def _check(self, instruction: CheckGradients, freed: list[int]) -> Action:
+    def _check(self, instruction: CheckGradients) -> Action:
         slots, target = self.slots, self.number(instruction.target)
         gradients = [self.number(name) for name in instruction.gradients]
 
         def run() -> None:
             slots[target] = overflow([self.value(gradient) for gradient in gradients], self._context.device)
-            for slot in freed:
-                slots[slot] = None
 
         return run
 
-    def _settle(self, instruction: SettleScale, freed: list[int]) -> Action:
-        slots, source, scale = self.slots, self.number(instruction.source), self._context.scale
+    def _settle(self, instruction: SettleScale) -> Action:
+        source, scale = self.number(instruction.source), self._context.scale
 
         def run() -> None:
             scale.settle(bool(self.value(source)))
-            for slot in freed:
-                slots[slot] = None
 
         return run
 
-    def _update(self, instruction: Update, freed: list[int]) -> Action:
-        slots, gradient, divisor = self.slots, self.number(instruction.gradient), instruction.divisor
+    def _update(self, instruction: Update) -> Action:
+        slot, divisor = self.number(instruction.sums or instruction.gradient), instruction.divisor
         parameter, scale = self.value(self._stored[instruction.parameter]), self._context.scale
         step = self._updates[instruction.parameter]
+        finish = self._summed(instruction.parameter).finish if instruction.sums else None
 
         def run() -> None:
-            if not scale.skips:
-                step(parameter, unscaled(self.value(gradient), divisor, scale))
-            for slot in freed:
-                slots[slot] = None
+            if not scale.skips and finish is not None:
+                finish(parameter, self.value(slot))
+            elif not scale.skips:
+                step(parameter, unscaled(self.value(slot), divisor, scale))
 
         return run
 
-    def _begin_update(self, instruction: BeginUpdate, freed: list[int]) -> Action:
+    def _begin_update(self, instruction: BeginUpdate) -> Action:
         slots, gradient, target = self.slots, self.number(instruction.gradient), self.number(instruction.target)
         parameter, divisor = self.value(self._stored[instruction.parameter]), instruction.divisor
         step, scale = self._summed(instruction.parameter), self._context.scale
@@ -408,21 +377,6 @@ class Machine:
                 slots[target] = parameter.new_zeros(2, dtype=torch.promote_types(parameter.dtype, torch.float32))
             else:
                 slots[target] = step.begin(parameter, unscaled(self.value(gradient), divisor, scale))
-            for slot in freed:
-                slots[slot] = None
-
-        return run
-
-    def _finish_update(self, instruction: Update, freed: list[int]) -> Action:
-        slots, sums = self.slots, self.number(instruction.sums)
-        parameter, step = self.value(self._stored[instruction.parameter]), self._summed(instruction.parameter)
-        scale = self._context.scale
-
-        def run() -> None:
-            if not scale.skips:
-                step.finish(parameter, self.value(sums))
-            for slot in freed:
-                slots[slot] = None
 
         return run
 
@@ -443,16 +397,12 @@ def _wait(under_way: list[_Open], touched: set[int], written: set[int], actions:
     return still
 
 
-def _release(slots: Slots, freed: Iterable[int]) -> list[Action]:
-    numbers = tuple(freed)
-    if not numbers:
-        return []
-
+def _releasing(slots: Slots, freed: Sequence[int]) -> Action:
     def run() -> None:
-        for slot in numbers:
+        for slot in freed:
             slots[slot] = None
 
-    return [run]
+    return run
 
 
 def _scaled(operator: LocalOperator, scale: LossScale) -> LocalOperator:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from simulator.calibration.pace import Pace, timed_paces
+from simulator.calibration.timing import Pace, timed_paces
 
 PACE_SHARE = 0.1
 """Part of the time of the steps that typical kernels between them take."""

@@ -16,16 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.job import Job
-from planner.execution.loss_scaling import SCALED, LossScale, first_scale, overflow, unscaled
-from planner.execution.optimizers import is_narrow, torch_optimizer
-from planner.graph.expert_places import expert_places_operator
+from planner.execution.optimizers import SCALED, LossScale, first_scale, is_narrow, overflow, torch_optimizer, unscaled
+from planner.graph.custom_operators import expert_places_operator
 from planner.graph.operator_graph import DROPOUT
 from planner.lowering.instructions import BeginUpdate, LoweredStages, Update
 from planner.networks import load_network
 from planner.plans.plan import Plan
 from planner.sharding.local_call import Moment
 from planner.sharding.local_context import places_on_ranks
-from planner.sharding.local_dropout import dropped, operator_number
+from planner.sharding.local_operator import dropped, operator_number
 from simulator.errors import UnsupportedError
 from simulator.program import Phase
 

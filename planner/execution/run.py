@@ -11,15 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from planner.cost.software import machine_of
-from planner.execution.checkpoints.options import (
-    last_checkpoint,
-    prepare_folder,
-)
+from planner.execution.checkpoints.options import last_checkpoint, prepare_folder
 from planner.execution.job import Job
 from planner.execution.launch.dry_run import DryRun, dry_run
 from planner.execution.launch.membership import Membership, find_membership, is_scheduler
-from planner.execution.launch.progress import Monitor, monitored
-from planner.execution.launch.rank_log import kept_on_failure
+from planner.execution.launch.rank_log import Monitor, kept_on_failure, monitored
 from planner.execution.launch.starting import Prepared, check_host, check_options, prepare
 from planner.execution.measuring.comparing import Comparison, compare
 from planner.execution.measuring.recorded import rank_times
@@ -43,10 +39,9 @@ from planner.planning.prediction import simulate_plan
 from planner.plans.file import read_plan
 from planner.plans.plan import Plan
 from simulator.calibration.launch import run_workers
-from simulator.calibration.machine import BACKENDS
-from simulator.calibration.machine_use import Disturbance, disturbance
-from simulator.calibration.pace import paces_of
+from simulator.calibration.machine import BACKENDS, Disturbance, disturbance
 from simulator.calibration.process import settle_worker
+from simulator.calibration.timing import paces_of
 from simulator.crowding import MOST_OTHERS, MOST_STOLEN
 from simulator.errors import ExecutionError, MeshwrightError
 from simulator.quantities import bytes_text, interval_text, seconds_text

@@ -22,8 +22,8 @@ from planner.execution.checkpoints.checkpoint import (
 )
 from planner.execution.job import Job
 from planner.execution.launch.watch import Agreement
-from planner.execution.loss_scaling import LossScale
 from planner.execution.machine import Held
+from planner.execution.optimizers import LossScale
 from planner.lowering.instructions import LoweredStages, StoredParameter
 from simulator.errors import ExecutionError
 

@@ -22,11 +22,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._ops import OpOverload
 
 from planner.graph.capture_errors import user_source
-from planner.graph.cleaning import clean
-from planner.graph.module_paths import is_backward, is_gradient_sum, module_paths, unique_name
+from planner.graph.cleaning import Recorder, clean, is_backward, is_gradient_sum, module_paths, reference, unique_name
 from planner.graph.operator_graph import NetworkInput, Node, OperatorGraph, Parameter, Role, TensorRef
 from planner.graph.operator_work import count_flops, kernel_class, operator_name
-from planner.graph.records import Recorder, reference
 from planner.graph.tracing import MARKERS, Input, Trace, trace
 from simulator.errors import NetworkError
 from simulator.program import Kernel, Phase

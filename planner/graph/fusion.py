@@ -14,10 +14,10 @@ from functools import cached_property
 from itertools import chain
 from math import prod, sqrt
 
-from planner.graph.kept import KeptByGraph
 from planner.graph.norms import norms_in
 from planner.graph.operator_graph import DROPOUT, PLACES, Node, OperatorGraph, Role, TensorRef
-from planner.graph.statistics import wide_nodes
+from planner.graph.recompute import KeptByGraph
+from planner.graph.rewriting import wide_nodes
 from simulator.errors import InputError
 from simulator.program import Kernel, Phase
 

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
-from planner.graph.rewriting import Rewriter
-from planner.graph.statistics import INVERSE_ROOT
+from planner.graph.rewriting import INVERSE_ROOT, Rewriter
 from simulator.errors import InputError
 from simulator.program import Kernel, Phase
 

@@ -1,12 +1,12 @@
-"""A graph taken over node by node, some of its nodes replaced by others on the way."""
+"""A graph taken over node by node, some of its nodes replaced by others, and its nodes that stay in float32."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.graph.operator_graph import Argument, Node, OperatorGraph, TensorRef, TensorSpec
-from simulator.program import Kernel
+from planner.graph.operator_graph import Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
+from simulator.program import Kernel, Phase
 
 
 @dataclass
@@ -65,3 +65,51 @@ class Rewriter:
             inputs=tuple(replace(i, node=self.places[i.node]) for i in self.graph.inputs),
             loss=self.refs[self.graph.loss],
         )
+
+
+INVERSE_ROOT = "aten.rsqrt.default"
+"""A module that calls this operator itself is such a norm."""
+STEPWISE = frozenset({Kernel.ELEMENTWISE, Kernel.REDUCTION, Kernel.COPY, Kernel.VIEW})
+
+
+def wide_nodes(graph: OperatorGraph) -> frozenset[int]:
+    """Nodes whose results stay in float32 in half the width, by number: the statistics of root-mean-square norms.
+
+    Squares, their mean and the cube of its inverse root leave the range of float16 and have few digits in bfloat16, so
+    all implementations of these norms compute them in float32. Kernels read and write narrow numbers all the same.
+
+    Forward these are the inverse root and what only leads to it. Backward, what computes the gradients of those,
+    up to the operators whose results the rest of the network reads.
+    """
+    norms = {node.module for node in graph.nodes if node.op == INVERSE_ROOT and node.role is Role.OPERATOR}
+    if not norms:
+        return frozenset()
+    inside = [
+        index
+        for index, node in enumerate(graph.nodes)
+        if node.role is Role.OPERATOR and node.module in norms and node.kernel in STEPWISE
+    ]
+    forward: set[int] = set()
+    for index in reversed(inside):
+        node = graph.nodes[index]
+        if node.phase is Phase.FORWARD:
+            readers = [user for user in _readers(graph, index) if graph.nodes[user].phase is Phase.FORWARD]
+            if node.op == INVERSE_ROOT or (readers and forward.issuperset(readers)):
+                forward.add(index)
+    backward: set[int] = set()
+    """Backward, what reads numbers in float32, or narrow ones as if they were."""
+    for index in reversed(inside):
+        node = graph.nodes[index]
+        if node.phase is Phase.BACKWARD and (node.forward in forward or _only_for(graph, index, backward)):
+            backward.add(index)
+    return frozenset(forward | {index for index in backward if _only_for(graph, index, backward)})
+
+
+def _only_for(graph: OperatorGraph, index: int, users: set[int]) -> bool:
+    readers = _readers(graph, index)
+    return bool(readers) and users.issuperset(readers)
+
+
+def _readers(graph: OperatorGraph, index: int) -> list[int]:
+    outputs = range(len(graph.nodes[index].outputs))
+    return [user for output in outputs for user in graph.consumers.get(TensorRef(index, output), ())]

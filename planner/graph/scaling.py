@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from planner.graph.kept import KeptByGraph
 from planner.graph.kernel_shapes import is_product
 from planner.graph.operator_graph import DTYPE_BYTES, Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
-from planner.graph.statistics import wide_nodes
+from planner.graph.recompute import KeptByGraph
+from planner.graph.rewriting import wide_nodes
 from simulator.errors import InputError
 from simulator.program import Kernel, Phase
 
@@ -76,7 +76,7 @@ _GROWING = KeptByGraph[None, list[tuple[int, bool]]]()
 def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
     """Return the graph (captured in float32) with every float32 tensor and dtype argument as `dtype`.
 
-    In half the width, what norms of `planner.graph.statistics` compute of a row stays in float32.
+    In half the width, what norms of `planner.graph.rewriting` compute of a row stays in float32.
     In 8 bits tensors are bfloat16 and the products of linear layers cast their factors, forward and backward, as in
     Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433); both formats are as fast. So it is in 4
     bits (NVIDIA, Pretraining Large Language Models with NVFP4, arXiv:2509.25149).

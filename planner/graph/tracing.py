@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from planner.graph.capture_errors import capture_error, user_source
-from planner.graph.dropout import dropout_operator
+from planner.graph.custom_operators import dropout_operator
 from simulator.errors import NetworkError
 from simulator.torch_versions import (
     shapes_of_weight_norm_gradients,

@@ -116,10 +116,6 @@ class Body(Writer):
                 found[units.of_node[index]].append(index)
         return found
 
-    def _adds_uses(self, index: int, node: Node) -> bool:
-        """Whether a node adds gradients of several uses of a parameter, which pipelines do apart from any pass."""
-        return node.role is Role.GRADIENT_SUM and TensorRef(index) in self.gradients
-
     def _pass(self, phase: Phase) -> int:
         # Nothing waits for the sum of the loss, so that it gives the host no time to catch up.
         return -1 if self.reporting else 2 * self.unit + (phase is Phase.BACKWARD)
@@ -319,6 +315,8 @@ class Body(Writer):
         beside = self._messages_beside(index, node, phase, names) if sends else ()
         part = beside[0] if beside else 1.0
         cast = self._cast_factors(index, node, name, phase, names) if node.product_dtype else ()
+        # Gradients of several uses of a parameter are added apart from any pass in pipelines.
+        sums_uses = node.role is Role.GRADIENT_SUM and TensorRef(index) in self.gradients
         task = Task(
             name=name,
             phase=phase,
@@ -327,7 +325,7 @@ class Body(Writer):
             flops=recipe.flops * part,
             bytes_moved=recipe.bytes_moved * part,
             shape=recipe.shape_of(part),
-            launched_with=-1 if self._adds_uses(index, node) else self._pass(phase),
+            launched_with=-1 if sums_uses else self._pass(phase),
         )
         instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules, cut=self._cut(index, node))
         self._add(task, instruction, (*names, *beside[1:], *cast), tuple(writes), owners)

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.lowering.draft import PassDraft
 from planner.lowering.gradient_messages import Bucket, GradientWriter
 from planner.lowering.placed import PlacedGraph
-from planner.lowering.turns import in_turn, is_message
+from planner.lowering.together import Wanted, moves_together
 from planner.lowering.unit_work import BESIDE, KERNELS, PassOperators, UnitWork
-from planner.lowering.ways import Wanted, moves_together
-from planner.lowering.work import Work
-from planner.lowering.written import Entry, GradientOnWay, Kind, Left, Message, Stretch, Stretches, WrittenTasks
+from planner.lowering.work import Work, in_turn, is_message
+from planner.lowering.written import (
+    Entry,
+    GradientOnWay,
+    Kind,
+    Left,
+    Message,
+    PassDraft,
+    Stretch,
+    Stretches,
+    WrittenTasks,
+)
 from simulator.pipeline_operators import FIRST, LAST, PLAIN, action_variants
 from simulator.program import Phase
 from simulator.schedules import ActionKind, Schedule

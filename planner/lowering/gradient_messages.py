@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.lowering.draft import PassDraft
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.instructions import NOTHING, Accumulate
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, PassOperators, UnitWork
 from planner.lowering.work import Work
 from planner.lowering.writer import Moved, copied_bytes, local_move, moving_message
-from planner.lowering.written import ACCUMULATE, Entry, GradientOnWay, Kind, Leg, WrittenTasks
+from planner.lowering.written import ACCUMULATE, Entry, GradientOnWay, Kind, Leg, PassDraft, WrittenTasks
 from planner.sharding.placement import Placements
 from simulator.program import Collective, Kernel, Phase, Task
 
@@ -157,7 +156,9 @@ class GradientWriter:
                 return
             size = self.source.local_bytes(self.source.graph.spec(mark.gradient), value.placements)
             total = terms[0].name
-            waits = [] if mark.parameter not in self.joined else self._waits([term.operator for term in terms])
+            waits: list[int] = []
+            if mark.parameter in self.joined:  # those that later kernels must wait for explicitly
+                waits = sorted({t.operator for t in terms if self.draft.stream[t.operator] != KERNELS})
             for term in terms[1:]:
                 task = Task(
                     name=f"add gradients of {self.source.graph.nodes[mark.parameter].name}",
@@ -202,10 +203,6 @@ class GradientWriter:
             instruction = Accumulate(source=value.name, accumulator=accumulator, first=self.first)
             self.written.accumulations[key] = self.work.add(task, instruction)
         return self.written.accumulations[key]
-
-    def _waits(self, operators: Iterable[int]) -> list[int]:
-        """The operators that later kernels must wait for explicitly."""
-        return sorted({one for one in operators if self.draft.stream[one] != KERNELS})
 
     def _behind(self, value: GradientOnWay) -> tuple[int, list[int]]:
         """Stream of the local work on a gradient, and what that waits for: kernels in order wait for no message."""

@@ -14,8 +14,8 @@ from planner.graph.operator_graph import TensorRef
 from planner.lowering.body import Body, Fetch
 from planner.lowering.host import HOST_STREAM, host_copy
 from planner.lowering.instructions import Compute, HostCopy
-from planner.lowering.turns import with_names
 from planner.lowering.units import NOWHERE
+from planner.lowering.work import with_names
 from planner.lowering.writer import Draft
 from planner.networks.marks import Swap
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Kernel, Phase

@@ -9,8 +9,8 @@ from typing import TypeVar
 from planner.cost.work import optimizer
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
+from planner.lowering.loaded import data_axis, replicated_rules, with_replicas
 from planner.lowering.placed import LoweringOptions
-from planner.lowering.replicas import data_axis, replicated_rules, with_replicas
 from planner.networks.marks import Swap
 from planner.plans.plan import NodeRules, Plan
 from simulator.errors import StrategyError

@@ -8,8 +8,8 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from planner.lowering.draft import PassDraft
 from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES
+from planner.lowering.written import PassDraft
 from simulator import fast_engine
 from simulator.contention import message_transfers, messages_meet, overloads, shared_work
 from simulator.hardware import Hardware

@@ -161,7 +161,8 @@ class PlacedGraph:
                 self.rules.append(own_samples.setdefault(id(chosen), self._of_own_samples(node, chosen)))
             elif not options.exchange.all_to_all and any(rule.messages for rule in rules[node.name]):
                 chosen = rules[node.name]
-                self.rules.append(gathering.setdefault(id(chosen), self._without_all_to_alls(chosen)))
+                found = tuple(without_all_to_alls(rule, size) for rule, size in zip(chosen, self.sizes, strict=True))
+                self.rules.append(gathering.setdefault(id(chosen), found))
             else:
                 self.rules.append(rules[node.name])
         self.stored: dict[int, Placements] = {
@@ -189,9 +190,6 @@ class PlacedGraph:
         shape, written = node.outputs[0].shape, tuple(rule.outputs[0] for rule in own)
         found = loaded_placements(self.options.exchange.data, number, shape, self.options.mesh.axes, written)
         return tuple(Rule((), (placement,), splits_work=False) for placement in found)
-
-    def _without_all_to_alls(self, chosen: NodeRules) -> NodeRules:
-        return tuple(without_all_to_alls(rule, size) for rule, size in zip(chosen, self.sizes, strict=True))
 
     def _of_own_samples(self, node: Node, chosen: NodeRules) -> NodeRules:
         """Rules with which a rank reduces over its own samples alone; the gradients of parameters are then partial."""

@@ -9,8 +9,8 @@ from functools import cached_property
 
 from planner.graph.chain import Boundary, Chain, chain
 from planner.graph.folding import run_start, template_name, unfold
-from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import OperatorGraph, Run, TensorRef
+from planner.graph.recompute import KeptByGraph
 from planner.graph.scaling import at_batch
 from planner.lowering.groups import message_groups, trained_names
 from planner.lowering.options import keeps_messages, lowering_options, recompute_modes, spread, swaps

@@ -35,11 +35,9 @@ from planner.lowering.instructions import (
     written_values,
 )
 from planner.lowering.options import lowering_options, spread
-from planner.lowering.overflow import FLAG, checks_gradients, flag_messages
 from planner.lowering.pipeline import chunk_units, plan_schedule
 from planner.lowering.placed import PlacedGraph
-from planner.lowering.start import start_instructions
-from planner.lowering.sums import summed
+from planner.lowering.sums import FLAG, checks_gradients, flag_messages, start_instructions, summed
 from planner.lowering.unit_work import UnitWork, units_work
 from planner.lowering.work import Work
 from planner.lowering.written import WrittenTasks, adds_across_chunks

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 
 from planner.cost.work import in_halves
 from planner.graph.chain import Chain
-from planner.graph.operator_graph import Role, TensorRef
+from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.lowering.body import Body, Fetch, Gather
 from planner.lowering.host import HOST_STREAM
 from planner.lowering.instructions import Compute, written_values
 from planner.lowering.offload import offload
 from planner.lowering.placed import PlacedGraph
+from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.unit_memory import UnitMemory, unit_memory
 from planner.lowering.work import Work
 from planner.lowering.writer import Draft
+from planner.plans.plan import Plan
 from planner.sharding.placement import Placements
 from simulator.program import COMPUTE_STREAM, Collective, Phase
 from simulator.schedules import ActionKind
@@ -163,7 +166,8 @@ def _unit_work(
     forward = [draft for draft in drafts if draft.task.phase is Phase.FORWARD]
     backward = [draft for draft in drafts if draft.task.phase is Phase.BACKWARD]
     sent_back = source.written_name(before.gradient) if before and before.gradient else ""
-    halves = split_backward(source, backward) if ActionKind.INPUT_GRADIENT in kinds else []
+    splits = ActionKind.INPUT_GRADIENT in kinds
+    halves = [half for draft in backward for half in _halves(source, draft)] if splits else []
     run = backward if ActionKind.BACKWARD in kinds else []
     leads = _leads_to(halves, sent_back)
     inputs = [draft for draft, leads_there in zip(halves, leads, strict=True) if leads_there]
@@ -313,16 +317,8 @@ def _made(draft: Draft) -> Iterable[str]:
     yield from draft.completes
 
 
-def split_backward(source: PlacedGraph, drafts: Sequence[Draft]) -> list[Draft]:
-    """Cut every draft that makes both kinds of gradients in two: that of the input comes first.
-
-    So a pass that leads to the gradient of a unit's input leaves those of parameters to another, and what waits in
-    between is what they are made of, not themselves.
-    """
-    return [half for draft in drafts for half in _halves(source, draft)]
-
-
 def _halves(source: PlacedGraph, draft: Draft) -> Iterator[Draft]:
+    """A draft, in two if it makes both kinds of gradients: the input's comes first, those of parameters may wait."""
     made = draft.instruction
     if not isinstance(made, Compute) or draft.completes or not in_halves(source.graph.nodes[made.node]):
         yield draft
@@ -338,3 +334,60 @@ def _halves(source: PlacedGraph, draft: Draft) -> Iterator[Draft]:
             instruction=replace(made, outputs=outputs),
             writes=tuple(buffer for buffer in draft.writes if buffer.name in outputs),
         )
+
+
+KEPT = 8
+"""Plans whose passes are kept: as many as are usually simulated before the best is tried with other sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBodies:
+    """The units of a plan, and the tasks of their operators, to which others may be added."""
+
+    found: Representatives
+    units: tuple[UnitWork, ...]
+    work: Work
+
+
+def unit_bodies(plan: Plan, graph: OperatorGraph, kinds: Kinds, *, counts_fresh: bool) -> UnitBodies:
+    """The units of a plan; for `kinds` and `counts_fresh` see `units_work`.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded, at the plan's precision and any batch.
+    """
+    kept = _unit_bodies(_Asked(plan, graph), kinds, counts_fresh)
+    source = kept.found.source.with_messages(plan.bucket_bytes)
+    return UnitBodies(found=replace(kept.found, source=source), units=kept.units, work=kept.work.copy())
+
+
+_BESIDE = {
+    "bucket_bytes", "certificate", "global_batch", "schedule", "pipeline", "pipeline_stride", "virtual", "chunks",
+    "sharding_threshold_bytes",
+}  # fmt: skip
+"""Fields of a plan beside its passes: how large messages are, when and where passes run, and what chose strategies."""
+_SAID = tuple(field.name for field in fields(Plan) if field.name not in _BESIDE)
+
+
+class _Asked:
+    """A plan for a network, but for what its passes have nothing to do with; networks are compared by identity."""
+
+    __slots__ = ("graph", "plan", "said")
+
+    def __init__(self, plan: Plan, graph: OperatorGraph) -> None:
+        self.plan, self.graph = replace(plan, bucket_bytes=0), graph
+        self.said = [getattr(plan, name) for name in _SAID], plan.pipeline * plan.virtual > 1
+
+    def __hash__(self) -> int:
+        return hash((id(self.graph), self.plan.mesh, self.plan.samples, self.plan.micro_batches))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and other.graph is self.graph and other.said == self.said
+
+
+@lru_cache(maxsize=KEPT)
+def _unit_bodies(asked: _Asked, kinds: Kinds, counts_fresh: bool) -> UnitBodies:
+    found, work = representatives(asked.plan, asked.graph), Work()
+    units = units_work(found.source, found.chain, work, kinds, counts_fresh=counts_fresh)
+    return UnitBodies(found=found, units=units, work=work)

@@ -124,7 +124,8 @@ class Writer:
         if target in self.moved:  # units that compute again move it once more while an earlier copy may stand
             target = f"{target} again in {self.source.units.names[self.unit]}"
         self.moved.add(target)
-        source, spec, on_host = self.source, self.graph.spec(ref), self._lies_on_host(ref)
+        source, spec = self.source, self.graph.spec(ref)
+        on_host = source.host.holds(ref) and ref not in self.renamed  # not while the device has a copy of it
         size = source.local_bytes(spec, step.after)
         made = Buffer(name=target, size_bytes=0 if on_host else size, kind=self._moved_kind(ref))
         moved, name = (ref, value, target, step), f"{step.operation} {value}"
@@ -145,10 +146,6 @@ class Writer:
         cut = source.cut(ref, step.axis, step.split_dim) if step.operation == "slice" else None
         self._add(task, local_move(moved, cut), (value,), (made,))
         return target
-
-    def _lies_on_host(self, ref: TensorRef) -> bool:
-        """Whether a tensor is in the memory of the host now: not while the device has a copy of it."""
-        return self.source.host.holds(ref) and ref not in self.renamed
 
     def _host_copy(self, source: str, made: Buffer, size_bytes: float, phase: Phase, *, to_host: bool) -> None:
         """Copy a value to the memory of the host or from there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.graph.alignment_loss import alignment_loss_operator
+from planner.graph.custom_operators import alignment_loss_operator
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

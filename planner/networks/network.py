@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planner.graph import cache
 from planner.graph.attention import WRITTEN_OUT, with_attention
-from planner.graph.fingerprint import fingerprint
 from planner.graph.fusion import with_fusion
 from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import with_stored_weights
+from planner.graph.serialization import fingerprint
 from planner.networks.child import in_child
 from planner.networks.inputs import InputSpec
 from simulator.errors import NetworkError

@@ -9,7 +9,7 @@ from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.options import lowering_options, spread
 from planner.lowering.placed import PlacedGraph
-from planner.lowering.start import broadcasts
+from planner.lowering.sums import broadcasts
 from planner.plans.plan import Plan, expanded_rules
 from simulator.hardware import Hardware
 from simulator.program import ProgramAxis

@@ -20,8 +20,8 @@ from planner.plans.plan import Plan
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import PLAIN, STREAMS, OperatorCosts, Operators, in_one_stream
 from simulator.pipeline_passes import simulate_operators
+from simulator.reliability import compute_factors, slow_level, slow_stages
 from simulator.schedules import ActionKind
-from simulator.stragglers import compute_factors, slow_level, slow_stages
 from simulator.task_table import FloatArray, IntArray
 
 Levels = frozenset[str]

@@ -31,7 +31,7 @@ from planner.published.fitting_layered import LayeredFit, fit_layered
 from planner.published.layered.prediction import parameters_of, predict_layered
 from planner.published.pinned import NotPinnedError, pinned_run
 from planner.published.reading import MeasuredRow
-from simulator.calibration.profile_text import with_fields
+from simulator.calibration.fit_profiles import with_fields
 from simulator.errors import InputError
 from simulator.hardware import PROFILE_SUFFIX
 from simulator.profiles import check_profile

@@ -279,7 +279,8 @@ def copies_among(divisor: int, heads: int) -> int:
 
 
 def _chunks(graph: OperatorGraph, algorithm: Algorithm) -> int:
-    return 2 if algorithm == "ring" and any(_causal(node) for node in graph.nodes) else 1
+    causal = any(node.op in _CAUSAL and bool(_argument(node, _CAUSAL[node.op])) for node in graph.nodes)
+    return 2 if algorithm == "ring" and causal else 1
 
 
 def attention_heads(graph: OperatorGraph) -> Iterator[tuple[int, int]]:
@@ -303,10 +304,6 @@ def _expanded(graph: OperatorGraph, ref: TensorRef) -> int:
         if node.op not in _COPYING:
             return 1
         ref = node.tensor_inputs[0]
-
-
-def _causal(node: Node) -> bool:
-    return node.op in _CAUSAL and bool(_argument(node, _CAUSAL[node.op]))
 
 
 def _argument(node: Node, position: int) -> Argument:

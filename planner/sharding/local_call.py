@@ -11,10 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from planner.graph.alignment_loss import alignment_loss_operator
 from planner.graph.attention import MASKED, MASKED_BACKWARD
-from planner.graph.dropout import dropout_operator
-from planner.graph.expert_places import expert_places_operator
+from planner.graph.custom_operators import alignment_loss_operator, dropout_operator, expert_places_operator
 from planner.graph.masked_attention import masked_attention_operator
 from planner.graph.operator_graph import (
     CTC,
@@ -202,7 +200,7 @@ def invoke(call: LocalCall, arguments: tuple[Any, ...] | None = None) -> LocalOp
     """Call the operator itself on the local tensors, with the arguments given or the global ones."""
     run = filled(operator(call.op), call.arguments if arguments is None else arguments, call.keywords)
     if len(call.outputs) == 1:
-        return lambda tensors, peers: as_tuple(run(tensors))
+        return lambda tensors, peers: (made,) if isinstance(made := run(tensors), Tensor) else tuple(made)
     return lambda tensors, peers: tuple(run(tensors))
 
 
@@ -221,11 +219,6 @@ def widened(call: LocalCall, run: LocalOperator) -> LocalOperator:
         return tuple(made.to(dtype) for made, dtype in zip(run(given, peers), dtypes, strict=True))
 
     return run_wide
-
-
-def as_tuple(result: Any) -> tuple[Tensor, ...]:
-    """Outputs of an operator as a tuple."""
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def filled(

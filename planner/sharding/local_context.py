@@ -42,7 +42,7 @@ def own_part(tensor: Tensor, dim: int, cut: SequenceCut, rank: int, size: int) -
 def places_on_ranks(index: Tensor, chosen: int, experts: int, capacity: int, cut: SequenceCut, size: int) -> Parts:
     """Give tokens the places of experts as the ranks of a context axis do together, each among its own.
 
-    Arguments and results are those of `planner.graph.expert_places`; ranks have their parts of a buffer in a row.
+    Arguments and results are those of `planner.graph.custom_operators`; ranks have their parts of a buffer in a row.
     """
     share = capacity // size
     place, kept = torch.empty_like(index), torch.empty_like(index, dtype=torch.bool)

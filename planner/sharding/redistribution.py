@@ -182,7 +182,8 @@ def step_table(rank: int, axes: int) -> StepTable:
     ways = [redistribution(pattern[:axes], pattern[axes:]) for pattern in patterns]
     for way in ways:
         moves = [(s.operation, s.axis, s.sharded_axes) for s in way or () if isinstance(s.operation, Collective)]
-        cuts = [_cutting(s.after) for s in way or () if not isinstance(s.operation, Collective)]
+        local = [step.after for step in way or () if not isinstance(step.operation, Collective)]
+        cuts = [tuple(axis for axis, placement in enumerate(after) if placement >= 0) for after in local]
         messages.append([kinds.setdefault(move, len(kinds)) for move in moves])
         copies.append([pieces.setdefault(cut, len(pieces)) for cut in cuts])
     possible = np.array([way is not None for way in ways])
@@ -193,11 +194,6 @@ def step_table(rank: int, axes: int) -> StepTable:
         copies=_padded(copies, len(pieces))[which].reshape(count, count, -1),
         possible=possible[which].reshape(count, count),
     )
-
-
-def _cutting(placements: Placements) -> tuple[int, ...]:
-    """Axes that cut a tensor."""
-    return tuple(axis for axis, placement in enumerate(placements) if placement >= 0)
 
 
 def _padded(rows: Sequence[Sequence[int]], nothing: int) -> NDArray[np.int64]:

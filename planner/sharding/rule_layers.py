@@ -157,19 +157,19 @@ def rms_norm_backward(call: Call) -> CallLetters:
 
 def weight_norm(call: Call) -> CallLetters:
     """By the dim whose slices are normalised, each by itself: a weight and the norms of its slices."""
-    values, slices = _slices(call, 0, 2)
+    values, slices = _slices(call, 2)
     return CallLetters(arguments=(values, slices), outputs=(values, slices))
 
 
 def weight_norm_backward(call: Call) -> CallLetters:
     """Gradients of the direction and the size, as `weight_norm`."""
-    values, slices = _slices(call, 0, 4)
+    values, slices = _slices(call, 4)
     return CallLetters(arguments=(values, values, slices, slices), outputs=(values, slices), linear=((0,),))
 
 
-def _slices(call: Call, source: int, dim: int) -> tuple[str, str]:
+def _slices(call: Call, dim: int) -> tuple[str, str]:
     """Letters of a weight and of what it has one number of for each slice."""
-    rank = call.tensor(source).rank
+    rank = call.tensor(0).rank
     kept = call.dim(dim, "dim", rank)
     letters = "".join("s" if place == kept else FIXED for place in range(rank))
     return letters, letters

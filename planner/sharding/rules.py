@@ -7,8 +7,8 @@ operators that are linear and cheap, never through a matrix product or an attent
 
 from __future__ import annotations
 
-from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
+from planner.graph.recompute import KeptByGraph
 from planner.sharding.placement import REPLICATE
 from planner.sharding.rule_notation import InnerMessage, Rule, call_of, replicated, rules_of
 from planner.sharding.rule_table import TABLE

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from simulator.calibration.fit_rows import Rows, rows_of
-from simulator.calibration.fits import FittedValues, FloatArray, minimise, rounded
+from simulator.calibration.fits import FittedValues, FloatArray, Rows, minimise, rounded, rows_of
 from simulator.calibration.measurement_files import need, read_measurements
 from simulator.collectives import collective_time
 from simulator.hardware import Hardware, Level

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from simulator.calibration.fit_rows import TILES, Rows
-from simulator.calibration.fits import FittedValues, FloatArray, minimise, rounded
+from simulator.calibration.fits import TILES, FittedValues, FloatArray, Rows, minimise, rounded
 from simulator.calibration.measurement_files import need, read_measurements
 from simulator.hardware import AttentionModel, AttentionPasses, Hardware, MatmulModel
 from simulator.kernels import attention_time, convolution_time, kernel_time, matmul_time, padded_work

@@ -182,19 +182,15 @@ def correct_profile(run_files: Sequence[str | Path], profile: str | None, out: s
 # Kernels
 
 
-def _section_of(kernel: Kernel | None, data: Data) -> Kernel | None:
-    """The class whose entry of a profile a kernel's times are from."""
-    return None if kernel is None else described_class(kernel, {Kernel(name) for name in data.get("kernels", {})})
-
-
 def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], origin: str) -> Iterator[Correction]:
+    known = {Kernel(name) for name in data.get("kernels", {})}
     for kernel in Kernel:
         section = data.get("kernels", {}).get(kernel.value)
         rows = [
             (row, hardware.compute_slowdown(run.comparison.processes, kernel), _turns(run))
             for run in runs
             for row in run.comparison.work
-            if _section_of(row.kernel, data) is kernel and min(row.predicted_s, row.busy_s) >= SHORTEST
+            if described_class(row.kernel, known) is kernel and min(row.predicted_s, row.busy_s) >= SHORTEST
         ]
         if not rows or section is None:
             continue

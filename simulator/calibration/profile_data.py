@@ -56,6 +56,7 @@ class Findings:
 def profile_data(found: Findings, name: str) -> Data:
     """Arrange findings as `simulator.profiles.write_profile` takes them."""
     machine, measured = found.machine, f"measured: {found.origin}"
+    most_reserved = machine.memory_bytes // 2
     bandwidth = max(fit.bytes_per_s for kernel, fit in found.fits.items() if kernel is not Kernel.VIEW)
     data: Data = {
         "format": "meshwright-profile",
@@ -74,7 +75,7 @@ def profile_data(found: Findings, name: str) -> Data:
                 "source": measured + ("" if machine.is_accelerator else "; an equal share of the available memory"),
             },
             "reserved_memory_bytes": {
-                "value": min(_reserved(found.messages), machine.memory_bytes // 2),
+                "value": min(max((group.resident_bytes for group in found.messages), default=0), most_reserved),
                 "source": f"{measured}; resident memory of a worker with its libraries, before any tensor",
             },
             "memory_bandwidth_bytes_per_s": {
@@ -246,10 +247,6 @@ def _overlaps(found: Findings, measured: str) -> Data:
     share = float(np.median([group.overlap for group in found.messages]))
     text = f"{measured}; side by side they take {share:.2f} of one after the other"
     return {"value": share < OVERLAPS_BELOW, "source": text}
-
-
-def _reserved(messages: Sequence[MessageTimes]) -> int:
-    return max((group.resident_bytes for group in messages), default=0)
 
 
 def _rounded(value: float) -> float:

@@ -20,9 +20,17 @@ from numpy.typing import NDArray
 from simulator.calibration.cases import all_cases
 from simulator.calibration.machine import beyond_caches
 from simulator.calibration.messages import gathered
-from simulator.calibration.pace import Pace, Paces, paces_of, timed_paces
 from simulator.calibration.process import available_cores
-from simulator.calibration.timing import Repeated, kernel_clock, repeated_case, synchronize
+from simulator.calibration.timing import (
+    Pace,
+    Paces,
+    Repeated,
+    kernel_clock,
+    paces_of,
+    repeated_case,
+    synchronize,
+    timed_paces,
+)
 from simulator.program import Kernel
 
 FEWEST_ROUNDS, MOST_ROUNDS = 16, 24

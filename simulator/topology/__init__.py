@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from simulator.topology.cluster import check_graph, fabric_spec, topology_graph, unit_spec
-from simulator.topology.fabrics import FabricSpec, cluster_topology
+from simulator.topology.cluster import FabricSpec, check_graph, cluster_topology, fabric_spec, topology_graph, unit_spec
 from simulator.topology.graph import Topology
 from simulator.topology.groups import (
     GroupShape,

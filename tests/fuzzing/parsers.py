@@ -36,10 +36,15 @@ from planner.cost.software_file import parse_software
 from planner.exchange.checking import read_file
 from planner.exchange.formats import rounded
 from planner.exchange.registry import FORMATS
-from planner.execution.checkpoints.checkpoint import METADATA, check_undamaged
-from planner.execution.checkpoints.record import RECORD, CheckpointRecord, read_record, write_record
-from planner.execution.data.formats import read_idx
-from planner.execution.data.token_files import read_tokens
+from planner.execution.checkpoints.checkpoint import (
+    METADATA,
+    RECORD,
+    CheckpointRecord,
+    check_undamaged,
+    read_record,
+    write_record,
+)
+from planner.execution.data.formats import read_idx, read_tokens
 from planner.graph import cache
 from planner.graph.scaling import at_batch
 from planner.networks import load_network

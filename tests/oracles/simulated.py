@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from simulator.collective_patterns import Pattern
-from simulator.collectives import _from_tables, _model, algorithm_costs
+from simulator.collectives import ALGORITHMS, CollectiveCost, _from_tables, _model, algorithm_costs
 from simulator.engine import max_min_rates
-from simulator.errors import InputError
+from simulator.errors import InputError, ProfileError
 from simulator.hardware import Hardware
 from simulator.program import Collective
 from simulator.task_table import FloatArray, StreamKind, TaskTable
 from simulator.topology import GroupShape, shared_links
+from simulator.topology.sharing import Pattern
 
 
 def collective_algorithm(hardware: Hardware, collective: Collective, payload_bytes: float, group: GroupShape) -> str:
@@ -81,3 +81,17 @@ def contended(
     )
     slowed = np.divide(caps, together, out=np.ones(len(caps)), where=together > 0)
     return dict(zip(axes, map(float, slowed), strict=True))
+
+
+def pinned_cost(hardware: Hardware, collective: Collective, group: GroupShape, algorithm: str) -> CollectiveCost:
+    """Cost of one algorithm, known to this hardware's library or not; ProfileError where it cannot run."""
+    known = ALGORITHMS[collective]
+    if algorithm not in known:
+        raise ProfileError(f"{collective.value} has no algorithm {algorithm!r}; use one of {', '.join(known)}")
+    cost = known[algorithm](hardware, group)
+    if cost is None:
+        raise ProfileError(
+            f"{collective.value} by {algorithm} cannot run in a group with {group.members} members per level of "
+            f"{hardware.name}: halving needs powers of two, switch a level that adds; use ring"
+        )
+    return cost

@@ -16,7 +16,7 @@ from planner.graph.scaling import at_batch, at_precision
 from planner.lowering.checked import fits_copies
 from planner.lowering.instructions import Accumulate, Communicate, Compute, read_values, value_of_copy, written_values
 from planner.lowering.stages import lower_stages
-from planner.lowering.turns import is_message
+from planner.lowering.work import is_message
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import predict_plan
 from planner.plans.file import plan_from_text, plan_to_text

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from planner.cost.work import cast_bytes
 from planner.graph.operator_graph import OperatorGraph
+from planner.graph.rewriting import wide_nodes
 from planner.graph.scaling import EIGHT_BITS, FOUR_BITS, at_batch, at_precision
-from planner.graph.statistics import wide_nodes
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.pins import Pins

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from simulator.collective_patterns import Block, Message, Round, pairwise_all_to_all, ring_gather, rings_of
 from simulator.engine import SAME_LEVEL, FloatArray, IntArray, max_min_rates
 from simulator.errors import ProfileError
 from simulator.topology.graph import Topology
+from simulator.topology.sharing import Block, Message, Round, pairwise_all_to_all, ring_gather, rings_of
 
 Rounds = Iterable[Sequence[Message]]
 

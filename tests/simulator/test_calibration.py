@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from simulator.calibration import crowds, timing
+from simulator.calibration import timing
+from simulator.calibration.calibrate import SIZES as CROWD_SIZES
 from simulator.calibration.calibrate import (
     CalibrateOptions,
+    CrowdTimes,
     GroupTimes,
     KernelRounds,
     KernelTimes,
@@ -20,16 +22,13 @@ from simulator.calibration.calibrate import (
     timed_kinds,
 )
 from simulator.calibration.cases import all_cases
-from simulator.calibration.crowds import CrowdTimes
 from simulator.calibration.fitting import Measured, fit_kernel, predict_row, split_held_out
-from simulator.calibration.machine import USUAL_CACHES, find_machine, processor_caches
-from simulator.calibration.machine_use import MachineUse
+from simulator.calibration.machine import USUAL_CACHES, MachineUse, find_machine, processor_caches
 from simulator.calibration.messages import SIZES, MessageTimes
-from simulator.calibration.pace import Paces
 from simulator.calibration.process import available_cores
 from simulator.calibration.profile_data import Residual, profile_data
 from simulator.calibration.slowdown import Rounds, Slowdown, factors_by_count
-from simulator.calibration.timing import cost_among_others, measure_case, middle_mean
+from simulator.calibration.timing import Paces, cost_among_others, measure_case, middle_mean
 from simulator.collectives import collective_time
 from simulator.crowding import Conditions
 from simulator.errors import InputError, UnsupportedError
@@ -310,7 +309,7 @@ def test_what_workers_measured_stands_in_the_profile(tmp_path, monkeypatch):
             kept = tuple((share * exact[case.name, case.dtype].seconds,) for case, _ in timed_kinds("cpu"))
             return [KernelRounds(seconds=kept, mixing={}, paces=(0.02 * share, 0.02 * share), use=use)]
         with_messages, with_slowdown = arguments[2:]
-        among = tuple(1e-3 + 2 * (2e-4 + size / 2e9) for size in crowds.SIZES)
+        among = tuple(1e-3 + 2 * (2e-4 + size / 2e9) for size in CROWD_SIZES)
         found = GroupTimes(
             messages=synthetic_messages(processes) if with_messages else None,
             slowdown=Slowdown(mix=0.6 * processes, skew=1 + 0.01 * processes, paces=paces) if with_slowdown else None,

@@ -9,13 +9,14 @@ from math import sqrt
 
 import pytest
 
-from simulator.collective_patterns import Message, direct_send, pairwise_all_to_all, ring_gather
-from simulator.collectives import ALGORITHMS, CollectiveCost, pinned_cost
+from simulator.collectives import ALGORITHMS, CollectiveCost
 from simulator.errors import ProfileError
 from simulator.hardware import FabricGraph, Hardware, Level, NodeGraph
 from simulator.profiles import load_profile
 from simulator.program import Collective
 from simulator.topology import Topology, group_shape, topology_graph
+from simulator.topology.sharing import Message, direct_send, pairwise_all_to_all, ring_gather
+from tests.oracles.simulated import pinned_cost
 from tests.simulator import collective_rounds as patterns
 from tests.simulator.collective_rounds import simulate_rounds
 

@@ -110,7 +110,9 @@ def test_the_fastest_algorithm_is_taken_and_named(cluster: Hardware) -> None:
 def test_an_algorithm_may_be_pinned(cluster: Hardware, tmp_path: Path) -> None:
     group = group_shape(cluster, 32, 1)
     times = {
-        name: collective_time(cluster, Collective.ALL_REDUCE, 1e6, group, algorithm=name)
+        name: collective_time(
+            replace(cluster, pinned_algorithms={Collective.ALL_REDUCE: name}), Collective.ALL_REDUCE, 1e6, group
+        )
         for name in ("ring", "tree", "hierarchical", "halving-doubling", "mesh")
     }
     assert len(set(times.values())) == len(times)

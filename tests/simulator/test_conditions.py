@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from simulator.calibration.machine_use import MachineUse, disturbance, machine_use, used_since
-from simulator.calibration.pace import Pace, paces_of, timed_paces
+from simulator.calibration.machine import MachineUse, disturbance, machine_use, used_since
 from simulator.calibration.process import available_cores
+from simulator.calibration.timing import Pace, paces_of, timed_paces
 from simulator.crowding import Conditions
 from simulator.errors import ProfileError
 from simulator.profiles import write_profile

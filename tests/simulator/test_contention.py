@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
-from simulator.collective_patterns import ring_gather
 from simulator.contention import Transfers, message_transfers, representative_axes
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile
@@ -21,6 +20,7 @@ from simulator.program import Collective, ProgramAxis, Task
 from simulator.task_table import FloatArray, StreamKind, TaskTable
 from simulator.timing import task_times
 from simulator.topology import axis_groups, link_use, topology_graph
+from simulator.topology.sharing import ring_gather
 from tests.oracles.simulated import contended
 from tests.oracles.table_builder import TableBuilder
 from tests.simulator.programs import AXES, DEVICES, communication, table_of, task

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.calibration import messages
-from simulator.calibration.crowds import SIZES, CrowdTimes, crowding, fit_crowding
+from simulator.calibration.calibrate import SIZES, CrowdTimes, crowding, fit_crowding
 from simulator.calibration.messages import MessageTimes
 from simulator.crowding import Crowding, crowded
 from simulator.errors import ProfileError

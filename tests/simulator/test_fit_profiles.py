@@ -14,11 +14,10 @@ from typer.testing import CliRunner
 
 from planner.cli.app import app
 from simulator.calibration.fit_operators import operator_fits
-from simulator.calibration.fit_profiles import fit_profile, fitted_profiles, shipped_folder
-from simulator.calibration.fit_rows import rows_of
+from simulator.calibration.fit_profiles import fit_profile, fitted_profiles, shipped_folder, with_fields
 from simulator.calibration.fit_shapes import fit_matmul
+from simulator.calibration.fits import rows_of
 from simulator.calibration.measurement_files import measurements_folder, read_measurements
-from simulator.calibration.profile_text import with_fields
 from simulator.errors import InputError, ProfileError
 from simulator.hardware import MatmulModel
 from simulator.kernels import matmul_time

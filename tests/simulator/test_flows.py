@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.collective_patterns import Message
 from simulator.engine import max_min_rates
 from simulator.errors import ProfileError
 from simulator.topology import NodeSpec, Topology, node_topology
+from simulator.topology.sharing import Message
 from tests.simulator.collective_rounds import simulate_rounds
 
 

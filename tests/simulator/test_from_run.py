@@ -14,10 +14,10 @@ from simulator.calibration.from_run import correct_profile, fit_factors, read_ru
 from simulator.calibration.machine import find_machine
 from simulator.calibration.messages import SIZES as PAYLOADS
 from simulator.calibration.messages import MessageTimes
-from simulator.calibration.pace import Paces
 from simulator.calibration.process import available_cores
 from simulator.calibration.profile_data import profile_data
 from simulator.calibration.slowdown import Slowdown
+from simulator.calibration.timing import Paces
 from simulator.errors import InputError
 from simulator.kernels import kernel_time
 from simulator.profiles import load_profile, write_profile

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cli.config import read_config
-from planner.execution.checkpoints.record import RECORD, read_record
-from planner.execution.data.formats import read_idx
-from planner.execution.data.token_files import read_tokens
+from planner.execution.checkpoints.checkpoint import RECORD, read_record
+from planner.execution.data.formats import read_idx, read_tokens
 from planner.networks import load_network
 from planner.plans.file import read_strategy
 from planner.plans.hints import load_hints

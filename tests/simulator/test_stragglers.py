@@ -12,8 +12,8 @@ from simulator.errors import InputError
 from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.pipeline_passes import simulate_operators
 from simulator.profiles import load_profile
+from simulator.reliability import compute_factors, slow_level, slow_stages
 from simulator.schedules import ActionKind, make_schedule
-from simulator.stragglers import compute_factors, slow_level, slow_stages
 from simulator.task_table import StreamKind, TaskTable
 from simulator.timing import task_times
 from tests.oracles.simulated import slow_links, slow_ranks

@@ -16,7 +16,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.collective_patterns import direct_send, pairwise_all_to_all, ring_gather
 from simulator.errors import ProfileError
 from simulator.hardware import NodeGraph
 from simulator.profiles import load_profile, profile_names, write_profile
@@ -37,6 +36,7 @@ from simulator.topology import (
     topology_graph,
 )
 from simulator.topology.graph import Links
+from simulator.topology.sharing import direct_send, pairwise_all_to_all, ring_gather
 from tests.oracles.simulated import contended
 
 profile = cache(load_profile)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from planner.execution.checkpoints.checkpoint import find_undamaged
-from planner.execution.checkpoints.record import (
+from planner.execution.checkpoints.checkpoint import (
     CheckpointRecord,
     checkpoint_name,
+    find_undamaged,
     finished_checkpoints,
     read_record,
     remove_unfinished,

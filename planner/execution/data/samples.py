@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from planner.execution.data.formats import read_cifar10, read_mnist
-from planner.execution.data.token_files import Tokens, read_tokens, token_offset
+from planner.execution.data.formats import Tokens, read_cifar10, read_mnist, read_tokens, token_offset
 from simulator.errors import InputError
 from simulator.input_file import FileKind
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from planner.execution.machine import Action
+from planner.execution.communication import Action
 from planner.lowering.instructions import Communicate, Instruction, LoweredStages
 
 IntArray = NDArray[np.int64]

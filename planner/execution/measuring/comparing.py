@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.execution.machine import FINISH, RUN, START
+from planner.execution.communication import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE, REDUCTION, RankRecord
 from planner.execution.measuring.recorded import FloatArray, RankTimes, quiet_tasks, rank_times
 from planner.execution.virtual.script import predicted_times, tie_axes

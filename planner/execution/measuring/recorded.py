@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.work import optimizer, update_traffic
-from planner.execution.machine import FINISH, RUN, START
+from planner.execution.communication import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE, REDUCTION, IntArray, RankRecord, aligned, catalogue
 from planner.execution.virtual.script import tie_axes
 from planner.graph.operator_graph import DTYPE_BYTES
@@ -21,8 +21,8 @@ from planner.lowering.instructions import (
     LoweredStages,
     Update,
 )
-from planner.lowering.overflow import FLAG, FLAG_BYTES
 from planner.lowering.stages import sums_of
+from planner.lowering.sums import FLAG, FLAG_BYTES
 from planner.lowering.writer import copied_bytes
 from planner.plans.plan import Plan
 from planner.sharding.placement import MeshAxis, local_shape

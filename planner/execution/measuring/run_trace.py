@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.execution.machine import FINISH, RUN, START
+from planner.execution.communication import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE
 from planner.execution.measuring.comparing import middle_step
 from planner.execution.measuring.recorded import RankTimes

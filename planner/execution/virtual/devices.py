@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cost.software import machine_of
-from planner.execution.groups import Groups, members
+from planner.execution.communication import Groups, members
 from planner.execution.memory import free_memory
 from planner.execution.virtual.ranks import VirtualJob, run_rank
 from planner.execution.virtual.script import messages, rank_scripts
@@ -29,7 +29,7 @@ from simulator.calibration.launch import run_workers
 from simulator.errors import InfeasibleError, InputError
 from simulator.hardware import Hardware
 from simulator.launches import without_fixed_time
-from simulator.stragglers import compute_factors
+from simulator.reliability import compute_factors
 
 RANK_BYTES = 40 << 20
 """Memory that a virtual device takes of this machine, about."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from planner.execution.groups import Groups, make_groups
+from planner.execution.communication import Groups, make_groups
 from planner.execution.virtual.script import BeginMessage, Computation, Deed, End, Post, messages
 from simulator.program import Collective
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.graph.expert_places import expert_places_operator
+from planner.graph.custom_operators import expert_places_operator
 from planner.networks.zoo.configs import places_of
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.work import traffic_bytes
-from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import Node, OperatorGraph
+from planner.graph.recompute import KeptByGraph
 from planner.search.configurations.least_states import LeastStates, payloads_s
 from planner.search.configurations.schedule_shapes import SPLIT
 from planner.search.configurations.space import Extent

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.chain import Boundary
-from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
+from planner.graph.recompute import KeptByGraph
 from planner.search.problem.gradients import GradientFlow, alike, gradient_flows, owner_of
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement
 from planner.sharding.rules import Rule, rules_for

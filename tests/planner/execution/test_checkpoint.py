@@ -14,18 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.execution.checkpoints import checkpoint
-from planner.execution.checkpoints.checkpoint import Piece, load_checkpoint, place_of, save_checkpoint, state_pieces
-from planner.execution.checkpoints.options import Begin, checkpoints, find_beginning, prepare_folder
-from planner.execution.checkpoints.record import (
+from planner.execution.checkpoints.checkpoint import (
     RECORD,
     CheckpointRecord,
+    Piece,
     checkpoint_name,
     find_checkpoint,
     finished_checkpoints,
+    load_checkpoint,
+    place_of,
     read_record,
     remove_unfinished,
+    save_checkpoint,
+    state_pieces,
     write_record,
 )
+from planner.execution.checkpoints.options import Begin, checkpoints, find_beginning, prepare_folder
 from planner.execution.data.samples import Position
 from planner.execution.job import own_piece
 from planner.execution.optimizers import hyperparameters, make_step

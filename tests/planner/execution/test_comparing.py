@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.cli.execution_tables import comparison_report, reasons
-from planner.execution.machine import FINISH, RUN, START
+from planner.execution.communication import FINISH, RUN, START
 from planner.execution.measuring.clocks import RankClocks, RankRecord, catalogue
 from planner.execution.measuring.comparing import BETWEEN, MESSAGES, OPERATORS, WAITING, ErrorRow, compare
 from planner.execution.measuring.recorded import rank_entries, rank_times

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from planner.execution.data import samples
-from planner.execution.data.formats import read_cifar10, read_idx, read_mnist
-from planner.execution.data.loader import LoadedShare, Loader
+from planner.execution.data.formats import read_cifar10, read_idx, read_mnist, read_tokens
 from planner.execution.data.samples import Batches, BatchInput, Position, Shard, check_dataset, open_dataset
-from planner.execution.data.token_files import read_tokens
 from planner.execution.job import own_piece
+from planner.execution.worker import LoadedShare, Loader
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.errors import InputError
 

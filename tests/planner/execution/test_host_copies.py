@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.execution import host_copies
-from planner.execution.host_copies import HostCopies
+from planner.execution import communication
+from planner.execution.communication import HostCopies
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -47,7 +47,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     monkeypatch.setattr(torch, "meta", module, raising=False)
     empty = torch.empty_like
-    monkeypatch.setattr(host_copies.torch, "empty_like", lambda value, device, pin_memory: empty(value, device=device))
+    monkeypatch.setattr(
+        communication.torch, "empty_like", lambda value, device, pin_memory: empty(value, device=device)
+    )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: found.append(f"kept for {stream.name}"))
     return found
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.execution.launch import interfaces
-from planner.execution.launch.interfaces import VARIABLE, interface_of, name_interface
+from planner.execution.launch import joining
+from planner.execution.launch.joining import VARIABLE, interface_of, name_interface
 from planner.plans.file import write_plan
 from tests.planner.execution.made import make_plan
 
@@ -33,8 +33,8 @@ def test_interfaces_are_found_by_address() -> None:
 def test_the_way_to_the_meeting_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")  # so that what is named here goes with the test
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(interfaces, "_own_address", lambda *_: LOOPBACK)
-    monkeypatch.setattr(interfaces, "means_loopback", lambda host: host == socket.gethostname())
+    monkeypatch.setattr(joining, "_own_address", lambda *_: LOOPBACK)
+    monkeypatch.setattr(joining, "means_loopback", lambda host: host == socket.gethostname())
     assert name_interface("host0", 29400) == interface_of(LOOPBACK) == os.environ[VARIABLE]
 
 
@@ -46,9 +46,9 @@ def test_what_works_is_left_alone(case: str, monkeypatch: pytest.MonkeyPatch) ->
     answers = {"one host": True, "named well": False}
     alone = answers.get(case)
     monkeypatch.setattr(
-        interfaces, "means_loopback", lambda host: host == socket.gethostname() if alone is None else alone
+        joining, "means_loopback", lambda host: host == socket.gethostname() if alone is None else alone
     )
-    monkeypatch.setattr(interfaces, "_own_address", lambda *_: None)
+    monkeypatch.setattr(joining, "_own_address", lambda *_: None)
     assert name_interface("host0", 29400) is None
     assert os.environ.get(VARIABLE) == ("ib0" if case == "chosen" else None)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.execution import loss_scaling
-from planner.execution.checkpoints.record import read_record
+from planner.execution import optimizers
+from planner.execution.checkpoints.checkpoint import read_record
 from planner.execution.interpreter import Interpreter, Neighbours
-from planner.execution.loss_scaling import LARGEST_SCALE, LossScale, first_scale
 from planner.execution.machine import Held, RankContext
+from planner.execution.optimizers import LARGEST_SCALE, LossScale, first_scale
 from planner.execution.options import ExecuteOptions
 from planner.execution.run import execute_plan
 from planner.execution.verification import TOLERANCES
@@ -84,7 +84,7 @@ def test_a_step_that_overflows_changes_nothing() -> None:
 
 
 def test_the_scale_follows_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scaling, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(optimizers, "GROWTH_INTERVAL", 3)
     scale = LossScale(value=1024.0)
     seen = []
     for overflowed in (False, False, True, False, False, False, False):
@@ -133,7 +133,7 @@ def test_ranks_agree_before_any_update(pins: dict[str, int]) -> None:
 def test_steps_are_left_out_as_in_one_process(
     pins: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_scaling, "FIRST_SCALE", 2.0**18)
+    monkeypatch.setattr(optimizers, "FIRST_SCALE", 2.0**18)
     plan = make_plan(place("llama"), 2, batch=8, micro_batch=2, precision="fp16", **pins)
     options = {"precision": "fp16", "device": "cpu", "data": "synthetic", "learning_rate": 0.01}
     found = execute_plan(plan, ExecuteOptions(strategy="", **options, steps=6, verify=True, save=tmp_path / "a"))

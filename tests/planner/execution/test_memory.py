@@ -2,7 +2,7 @@ import torch
 
 from planner.execution.memory import PeakMemory, free_memory
 from simulator import machine_memory
-from simulator.calibration.allocations import peak_growth
+from simulator.calibration.messages import peak_growth
 
 CPU = torch.device("cpu")
 MEGABYTE = 2**20

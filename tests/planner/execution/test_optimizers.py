@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planner.execution.mapped import mapped
+from planner.execution.memory import mapped
 from planner.execution.optimizers import DEFAULTS, _HostCopy, hyperparameters, make_step, torch_optimizer
 from simulator.errors import ExecutionError, InputError
 

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from planner.cli.app import app
-from planner.execution.launch.progress import loss_monitor, monitored
-from planner.execution.launch.rank_log import rank_folder
+from planner.execution.launch.rank_log import loss_monitor, monitored, rank_folder
 
 
 def write(logs: Path, rank: int, text: str) -> None:

@@ -21,8 +21,8 @@ from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.pins import Pins
 from simulator.errors import InfeasibleError, InputError
 from simulator.profiles import load_profile
+from simulator.reliability import slow_level
 from simulator.schedules import make_schedule
-from simulator.stragglers import slow_level
 from tests.oracles.passes import PipelineCosts, simulate_pipeline
 
 HARDWARE = "dgx-a100"

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from planner.graph import cache
-from planner.graph.fingerprint import fingerprint
 from planner.graph.folding import fold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
-from planner.graph.serialization import graph_from_json, graph_to_json
+from planner.graph.serialization import fingerprint, graph_from_json, graph_to_json
 from planner.networks import load_network
 
 Full = Callable[[str], OperatorGraph]
@@ -122,7 +121,7 @@ def test_a_cached_network_is_captured_without_torch_and_its_fingerprint_is_the_s
     assert list(place.iterdir())
     script = (
         "import sys; from planner.networks import load_network, capture; "
-        "from planner.graph.fingerprint import fingerprint; "
+        "from planner.graph.serialization import fingerprint; "
         f"g = capture(load_network({source!r}, sequence_length=8)); "
         "print(g.fingerprint, fingerprint(g), 'torch' in sys.modules, 'networkx' in sys.modules)"
     )

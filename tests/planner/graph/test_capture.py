@@ -13,7 +13,7 @@ from planner.graph.operator_graph import DROPOUT, BatchSize, OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import InputSpec
 from planner.sharding.local_call import Moment
-from planner.sharding.local_dropout import dropped, operator_number
+from planner.sharding.local_operator import dropped, operator_number
 from simulator.errors import NetworkError
 from simulator.program import Kernel, Phase
 from tests.oracles.graph_interpreter import autograd, random_inputs, run_graph

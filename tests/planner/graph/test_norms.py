@@ -12,8 +12,8 @@ from planner.graph.capture import capture_module
 from planner.graph.folding import fold, unfold
 from planner.graph.norms import RMS_NORM, RMS_NORM_BACKWARD, with_norms
 from planner.graph.operator_graph import OperatorGraph, Role
+from planner.graph.rewriting import INVERSE_ROOT
 from planner.graph.scaling import at_batch, at_precision
-from planner.graph.statistics import INVERSE_ROOT
 from planner.networks import load_network
 from simulator.errors import InputError
 from simulator.program import Kernel, Phase

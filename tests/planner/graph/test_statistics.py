@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from planner.graph.operator_graph import OperatorGraph, TensorRef
+from planner.graph.rewriting import wide_nodes
 from planner.graph.scaling import at_precision
-from planner.graph.statistics import wide_nodes
 from planner.networks.zoo.llama import RootMeanSquareNorm
 from planner.sharding.local_operator import prepare
 from simulator.program import Phase

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.lowering import bodies
+from planner.lowering import unit_work
 from planner.lowering.representatives import Representatives, representatives
 from planner.planning.prediction import predict_plan
 from planner.plans.plan import Plan
@@ -36,13 +36,13 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         found.append(plan)
         return representatives(plan, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bodies, "representatives", counted)
+    monkeypatch.setattr(unit_work, "representatives", counted)
     forget()
     return found
 
 
 def forget() -> None:
-    bodies._unit_bodies.cache_clear()
+    unit_work._unit_bodies.cache_clear()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -66,6 +66,6 @@ def test_messages_of_any_size_are_of_the_same_passes(level: str, ranks: int, low
 )
 def test_other_plans_have_passes_of_their_own(change: Callable[[Plan], Plan]) -> None:
     plan = sized("zero1")[0]
-    assert bodies._Asked(plan, GRAPH) == bodies._Asked(replace(plan, bucket_bytes=1), GRAPH)
-    assert bodies._Asked(plan, GRAPH) != bodies._Asked(change(plan), GRAPH)
-    assert bodies._Asked(plan, GRAPH) != bodies._Asked(plan, replace(GRAPH))
+    assert unit_work._Asked(plan, GRAPH) == unit_work._Asked(replace(plan, bucket_bytes=1), GRAPH)
+    assert unit_work._Asked(plan, GRAPH) != unit_work._Asked(change(plan), GRAPH)
+    assert unit_work._Asked(plan, GRAPH) != unit_work._Asked(plan, replace(GRAPH))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from planner.lowering.chunk_passes import PassWriter
-from planner.lowering.draft import PassDraft
 from planner.lowering.pipeline import lower_pipeline
+from planner.lowering.written import PassDraft
 from planner.plans.plan import Plan
 from simulator.profiles import load_profile
 from tests.planner.lowering.plans import one_stage, pipelined, recomputing

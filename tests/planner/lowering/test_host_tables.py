@@ -14,7 +14,7 @@ from planner.cost.work import optimizer, state_bytes
 from planner.graph.host_tables import LOOKUP, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_precision
-from planner.lowering import bodies, representatives
+from planner.lowering import representatives, unit_work
 from planner.lowering.checked import checked_graph, precision_dtype
 from planner.lowering.instructions import (
     Communicate,
@@ -207,7 +207,7 @@ def test_equal_layers_are_written_once_and_take_as_long(network: str, monkeypatc
         raise representatives.UnalikeError("layers are not alike")
 
     monkeypatch.setattr(representatives, "_shortened", refuse)
-    bodies._unit_bodies.cache_clear()
+    unit_work._unit_bodies.cache_clear()
     whole = predict_plan(plan, graph, PROFILE)
     assert found.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
     assert found.peak_memory_bytes == whole.peak_memory_bytes

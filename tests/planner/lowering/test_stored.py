@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from planner.graph.chain import chain
 from planner.graph.recompute import recomputed
 from planner.lowering.instructions import Communicate, Compute, LoweredStages
+from planner.lowering.loaded import REPLICAS
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
-from planner.lowering.replicas import REPLICAS
 from planner.planning.prediction import Prediction, predict_plan
 from planner.plans.plan import Plan, RecomputeRange
 from simulator.corrections import kernel_factor

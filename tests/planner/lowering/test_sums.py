@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planner.cost.work import OPTIMIZERS, finish_traffic, optimizer, state_bytes, update_bytes, update_traffic
-from planner.lowering import bodies, representatives
+from planner.lowering import representatives, unit_work
 from planner.lowering.instructions import BeginUpdate, Communicate, Update
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning.prediction import predict_plan
@@ -105,7 +105,7 @@ def test_shallow_copies_stand_for_whole_networks(monkeypatch: pytest.MonkeyPatch
         raise representatives.UnalikeError("layers are not alike")
 
     monkeypatch.setattr(representatives, "_shortened", refuse)
-    bodies._unit_bodies.cache_clear()
+    unit_work._unit_bodies.cache_clear()
     assert predict_plan(made, GRAPH, HARDWARE).step_time_s == pytest.approx(short.step_time_s, rel=1e-9)
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from planner.graph.operator_graph import DROPOUT
 from planner.sharding.context import positions_of
 from planner.sharding.local_call import Moment
-from planner.sharding.local_dropout import dropped
-from planner.sharding.local_operator import prepare
+from planner.sharding.local_operator import dropped, prepare
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule, rules_for
 from planner.sharding.sequence import SequenceCut
