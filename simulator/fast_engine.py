@@ -16,15 +16,7 @@ import numpy as np
 
 from simulator import fast_fluid
 from simulator.fast_fluid import Fluid, Reals
-from simulator.task_table import (
-    FloatArray,
-    TaskGroups,
-    TaskTable,
-    check_table,
-    deadlock,
-    group_tasks,
-    tasks_by_stream,
-)
+from simulator.task_table import FloatArray, TaskGroups, TaskTable, check_table, deadlock, group_tasks, tasks_by_stream
 
 Times = tuple[FloatArray, FloatArray]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Annotated, Any, Generic, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -297,41 +297,28 @@ class OverlapPart(Part):
     transfer_speed: Sourced[Fraction]
 
 
-class OperatorModels(TypedDict):
-    """The fields of `Hardware` that come from `OperatorsPart`."""
-
-    matmul_models: dict[str, MatmulModel]
-    sustained_matmul_speed: float
-    grouped_matmul_rows: float
-    convolution_efficiency: float | None
-    grouped_convolution_efficiency: float | None
-    attention_models: dict[str, AttentionPasses]
+_NUMBERS = {
+    "sustained_matmul_speed": 1.0,
+    "grouped_matmul_rows": 0.0,
+    "convolution_efficiency": None,
+    "grouped_convolution_efficiency": None,
+}
+"""Optional numbers of `OperatorsPart`, as they are where a profile does not say them."""
 
 
-def operator_models(part: OperatorsPart | None) -> OperatorModels:
-    """Models by shape; none of them for a profile that has no such part."""
+def operator_models(part: OperatorsPart | None) -> dict[str, Any]:
+    """Models by shape as fields of `Hardware`; none of them for a profile that has no such part."""
     if part is None:
-        return OperatorModels(
-            matmul_models={},
-            sustained_matmul_speed=1.0,
-            grouped_matmul_rows=0.0,
-            convolution_efficiency=None,
-            grouped_convolution_efficiency=None,
-            attention_models={},
-        )
-    sustained, grouped = part.sustained_matmul_speed, part.grouped_matmul_rows
-    convolution, direct = part.convolution_efficiency, part.grouped_convolution_efficiency
-    return OperatorModels(
-        matmul_models={dtype: _matmul(model) for dtype, model in part.matmul.items()},
-        sustained_matmul_speed=sustained.value if sustained else 1.0,
-        grouped_matmul_rows=grouped.value if grouped else 0.0,
-        convolution_efficiency=convolution.value if convolution else None,
-        grouped_convolution_efficiency=direct.value if direct else None,
-        attention_models={
+        return {}
+    given = {name: getattr(part, name) for name in _NUMBERS}
+    return {
+        **{name: default if given[name] is None else given[name].value for name, default in _NUMBERS.items()},
+        "matmul_models": {dtype: _matmul(model) for dtype, model in part.matmul.items()},
+        "attention_models": {
             kind: AttentionPasses(forward=_attention(model.forward), backward=_attention(model.backward))
             for kind, model in part.attention.items()
         },
-    )
+    }
 
 
 def _matmul(part: MatmulPart) -> MatmulModel:

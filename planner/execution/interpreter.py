@@ -132,12 +132,8 @@ class Interpreter:
         }
         self._updates = self._update.compile(mine.update, [()] * len(mine.update))
         self._made = [slot for slot, value in enumerate(self._update.slots) if value is None]
-        variants = action_variants(schedule)
-        own = range(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1]))
-        self._actions = [
-            (ActionKind(int(schedule.kind[i])), int(schedule.stage[i]), int(schedule.micro_batch[i]), int(variants[i]))
-            for i in own
-        ]
+        variants = schedule.of_rank(rank, action_variants(schedule))
+        self._actions = [*zip(schedule.actions(rank), variants, strict=True)]
         self._shared = {
             number: [(name, stage.machine.number(name)) for name in mine.shared if name in stage.instructions.lasting]
             for number, stage in self._stages.items()
@@ -155,7 +151,7 @@ class Interpreter:
             Gives this rank's piece of every input of a micro-batch, by the micro-batch's index.
         """
         losses: dict[int, Tensor] = {}
-        for kind, number, micro_batch, variant in self._actions:
+        for (number, kind, micro_batch), variant in self._actions:
             self._run(kind, number, micro_batch, variant, feed, losses)
         for (number, name), slot in self._given.items():
             stage = self._stages[number]

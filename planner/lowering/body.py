@@ -8,29 +8,17 @@ from functools import cached_property, partial
 
 from planner.cost.work import cast_bytes
 from planner.graph.operator_graph import DROPOUT, Node, Role, TensorRef
-from planner.lowering.host import disk_transfer
-from planner.lowering.instructions import (
-    NOTHING,
-    Communicate,
-    Compute,
-)
+from planner.lowering.instructions import NOTHING, Communicate, Compute
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.units import NOWHERE
-from planner.lowering.writer import Draft, Writer
+from planner.lowering.writer import Draft, Writer, disk_transfer
 from planner.sharding.context import copies_among
 from planner.sharding.inner_messages import EXCHANGES, inner_messages, local_class, message_bytes, message_count
 from planner.sharding.placement import PARTIAL, Placements, local_shape
 from planner.sharding.redistribution import Step
 from planner.sharding.rules import InnerMessage
 from planner.sharding.sequence import SequenceCut
-from simulator.program import (
-    Buffer,
-    BufferKind,
-    Collective,
-    Kernel,
-    Phase,
-    Task,
-)
+from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,9 +464,7 @@ class Body(Writer):
             shape=recipe.shape_of(1 - 1 / pieces),
             launched_with=self._pass(phase),
         )
-        nothing = Communicate(
-            collective=found[0][1].collective, axis=found[0][0], sources=(), targets=(), gather_dims=(), split_dims=()
-        )
+        nothing = Communicate(collective=found[0][1].collective, axis=found[0][0])
         self._add(task, nothing, inputs, ())
         arrived = f"pieces of {self._value_name(TensorRef(index), recipe.outputs[0])}"
         for axis, message in found:
@@ -514,9 +500,7 @@ class Body(Writer):
         waits_for: tuple[str, ...] = (),
     ) -> None:
         payload = message_bytes(self.graph, node, message, self.source.shares(index), self.source.sizes[axis])
-        inner = Communicate(
-            collective=message.collective, axis=axis, sources=(), targets=(), gather_dims=(), split_dims=()
-        )
+        inner = Communicate(collective=message.collective, axis=axis)
         for _ in range(message_count(message, self.source.sizes[axis])):
             name = f"{message.collective} inside {node.name}"
             base = self._value_name(TensorRef(index), self.source.recipe(index).outputs[0])

@@ -12,7 +12,7 @@ from planner.lowering.instructions import NOTHING, Accumulate
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, PassOperators, UnitWork
 from planner.lowering.work import Work
-from planner.lowering.writer import Moved, copied_bytes, local_move, moving_message
+from planner.lowering.writer import Moved, local_move, moving_message, packed_task
 from planner.lowering.written import ACCUMULATE, Entry, GradientOnWay, Kind, Leg, PassDraft, WrittenTasks
 from planner.sharding.placement import Placements
 from simulator.program import Collective, Kernel, Phase, Task
@@ -91,28 +91,30 @@ class GradientWriter:
             )
             return [self.work.add(task, local_move(moved[0]))]
         name = f"{step.operation} of {len(moved)} from {self.source.written_name(ref)}"
-        return [self._collective(name, self.phase, moved, on_host)]
+        return self._message(name, self.phase, moved, graph.spec(ref).dtype, on_host)
 
-    def _collective(self, name: str, phase: Phase, moved: Sequence[Moved], on_host: bool) -> int:
-        """Write one message of several tensors; returns the number of its task."""
-        (ref, *_, step), graph, sizes = moved[0], self.source.graph, self.source.sizes
-        assert isinstance(step.operation, Collective)
-        axis = self.source.options.mesh.axes[step.axis].name
-        message = moving_message(moved, asynchronous=True)
-        payload = sum(graph.spec(one).size_bytes / prod(sizes[a] for a in way.sharded_axes) for one, _, _, way in moved)
-        task = Task(
-            name=name,
-            phase=phase,
-            stream=f"communication:{axis}",
-            dtype=graph.spec(ref).dtype,
-            collective=message.collective,
-            axis=axis,
-            payload_bytes=payload,
-            copied_bytes=copied_bytes(message, payload, sizes[step.axis]),
-            sharded=self.source.of_shards(message),
-            on_host=on_host,
-        )
-        return self.work.add(task, message)
+    def _message(self, name: str, phase: Phase, moved: Sequence[Moved], dtype: str, on_host: bool) -> list[int]:
+        """Write one message of several tensors, with casts around it where some travel in another type than theirs."""
+        source, steps = self.source, [(self.source.graph.spec(ref), step) for ref, _, _, step in moved]
+        narrow = [(spec, step) for spec, step in steps if spec.dtype != dtype]
+        bytes_of = source.travelling_bytes if narrow else lambda spec: spec.size_bytes
+        payload = sum(bytes_of(spec) / prod(source.sizes[a] for a in step.sharded_axes) for spec, step in steps)
+        message = moving_message(moved, asynchronous=True, dtype=dtype if narrow else "")
+        task = packed_task(source, message, name, phase, payload, dtype, on_host=on_host)
+        if not narrow:
+            return [self.work.add(task, message)]
+        casts = [
+            Task(
+                name=f"cast {len(narrow)} gradients",
+                phase=phase,
+                kernel=Kernel.ELEMENTWISE,
+                bytes_moved=3.0 * sum(source.local_bytes(spec, place) for spec, place in places),
+                on_host=on_host,
+            )
+            for places in ([(s, step.before) for s, step in narrow], [(s, step.after) for s, step in narrow])
+        ]
+        written = ((casts[0], NOTHING), (task, message), (casts[1], NOTHING))
+        return [self.work.add(one, instruction) for one, instruction in written]
 
     # Gradients
 
@@ -271,48 +273,8 @@ class GradientWriter:
             moved = [
                 (value.mark.gradient, value.name, legs[0].target, legs[0].step) for value, legs, _ in bucket.entries
             ]
-            self.written.messages[key] = self._gradients_message(moved, kind[2], kind[4])
+            name = f"{kind[0]} of {len(moved)} gradients"
+            self.written.messages[key] = self._message(name, Phase.BACKWARD, moved, kind[2], kind[4])
         at = self.add(self.written.messages[key], BESIDE, sorted(waits))
         for value, legs, ahead in bucket.entries:
             self._synchronise(GradientOnWay(value.mark, legs[0].step.after, at, legs[0].target), legs[1:], ahead=ahead)
-
-    def _gradients_message(self, moved: Sequence[Moved], dtype: str, on_host: bool) -> list[int]:
-        """Tasks of one message of gradients, with casts around it where some travel in another type."""
-        source, specs = self.source, [self.source.graph.spec(ref) for ref, *_ in moved]
-        steps = [step for *_, step in moved]
-        name = f"{steps[0].operation} of {len(moved)} gradients"
-        narrow = [(spec, step) for spec, step in zip(specs, steps, strict=True) if spec.dtype != dtype]
-        if not narrow:
-            return [self._collective(name, Phase.BACKWARD, moved, on_host)]
-        payload = sum(
-            source.travelling_bytes(spec) / prod(source.sizes[a] for a in step.sharded_axes)
-            for spec, step in zip(specs, steps, strict=True)
-        )
-        message = moving_message(moved, asynchronous=True, dtype=dtype)
-        axis = source.options.mesh.axes[message.axis].name
-        task = Task(
-            name=name,
-            phase=Phase.BACKWARD,
-            stream=f"communication:{axis}",
-            dtype=dtype,
-            collective=message.collective,
-            axis=axis,
-            payload_bytes=payload,
-            copied_bytes=copied_bytes(message, payload, source.sizes[message.axis]),
-            sharded=source.of_shards(message),
-            on_host=on_host,
-        )
-        casts = [
-            Task(
-                name=f"cast {len(narrow)} gradients",
-                phase=Phase.BACKWARD,
-                kernel=Kernel.ELEMENTWISE,
-                bytes_moved=3.0 * sum(source.local_bytes(spec, place) for spec, place in places),
-                on_host=on_host,
-            )
-            for places in ([(s, step.before) for s, step in narrow], [(s, step.after) for s, step in narrow])
-        ]
-        return [
-            self.work.add(one, instruction)
-            for one, instruction in ((casts[0], NOTHING), (task, message), (casts[1], NOTHING))
-        ]

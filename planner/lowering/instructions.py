@@ -83,19 +83,25 @@ class Communicate:
 
     collective: Collective
     axis: int
-    sources: tuple[str, ...]
-    targets: tuple[str, ...]
-    gather_dims: tuple[int, ...]
-    split_dims: tuple[int, ...]
+    sources: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    gather_dims: tuple[int, ...] = ()
+    split_dims: tuple[int, ...] = ()
     asynchronous: bool = False
     dtype: str = ""
 
 
-def all_reduced(axis: int, sources: Sequence[str], targets: Sequence[str], dtype: str = "") -> Communicate:
-    """Sum values over an axis, all in one message."""
+def whole_message(
+    axis: int,
+    sources: Sequence[str],
+    targets: Sequence[str],
+    dtype: str = "",
+    collective: Collective = Collective.ALL_REDUCE,
+) -> Communicate:
+    """Sum whole values over an axis, or send them as another collective does, all in one message."""
     nowhere = (-1,) * len(sources)
     return Communicate(
-        collective=Collective.ALL_REDUCE,
+        collective=collective,
         axis=axis,
         sources=tuple(sources),
         targets=tuple(targets),
@@ -105,7 +111,7 @@ def all_reduced(axis: int, sources: Sequence[str], targets: Sequence[str], dtype
     )
 
 
-NOTHING = Communicate(collective=Collective.SEND, axis=0, sources=(), targets=(), gather_dims=(), split_dims=())
+NOTHING = Communicate(collective=Collective.SEND, axis=0)
 """Runs nothing: of tasks whose work another instruction does."""
 
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from planner.graph.operator_graph import TensorRef
 from planner.lowering.body import Body, Fetch
-from planner.lowering.host import HOST_STREAM, host_copy
 from planner.lowering.instructions import Compute, HostCopy
 from planner.lowering.units import NOWHERE
 from planner.lowering.work import with_names
-from planner.lowering.writer import Draft
+from planner.lowering.writer import HOST_STREAM, Draft, host_copy
 from planner.networks.marks import Swap
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Kernel, Phase
 

@@ -14,7 +14,6 @@ from planner.graph.fusion import of_places, with_imbalance
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import PassesRun, chunk_drafts, passes_run
-from planner.lowering.host import offloading
 from planner.lowering.instructions import NOTHING
 from planner.lowering.pass_operators import CrossedLinks, PassTasks, TaskTimes, pass_operators, reports
 from planner.lowering.placed import PlacedGraph, local_share
@@ -22,6 +21,7 @@ from planner.lowering.representatives import Representatives
 from planner.lowering.sums import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task, summed
 from planner.lowering.unit_work import UnitWork, unit_bodies
 from planner.lowering.work import Work
+from planner.lowering.writer import offloading
 from planner.lowering.written import PassDraft, WrittenTasks
 from planner.plans.plan import Plan
 from simulator.corrections import message_time

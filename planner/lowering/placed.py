@@ -27,12 +27,7 @@ from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
 from planner.sharding.sequence import SequenceCut
 from simulator.errors import StrategyError
-from simulator.program import (
-    Buffer,
-    BufferKind,
-    Collective,
-    Kernel,
-)
+from simulator.program import Buffer, BufferKind, Collective, Kernel
 
 _GIVEN = frozenset({Role.PARAMETER, Role.INPUT})
 """Roles of nodes that take no work."""

@@ -29,9 +29,9 @@ from planner.lowering.instructions import (
     StageInstructions,
     StoredParameter,
     Update,
-    all_reduced,
     read_values,
     value_of_copy,
+    whole_message,
     written_values,
 )
 from planner.lowering.options import lowering_options, spread
@@ -288,7 +288,7 @@ def _update(
             totals[index] = f"{before} and of others"
             spec = source.graph.spec(source.gradient_ref(index))
             wide = source.travelling_dtype(spec)
-            yield all_reduced(axes + tied[index], [before], [totals[index]], "" if wide == spec.dtype else wide)
+            yield whole_message(axes + tied[index], [before], [totals[index]], "" if wide == spec.dtype else wide)
     if checks_gradients(source):
         yield from _check(source, list(totals.values()), ties)
     sums = {index: sums_of(source.graph.nodes[index].name) for index in totals} if source.options.optimizer.sums else {}
@@ -298,7 +298,7 @@ def _update(
     for message in summed(source, [(index, 1) for index in sums]):
         before_message = [sums[index] for index in message.parameters]
         sums |= {index: f"{sums[index]}@{message.task.axis}" for index in message.parameters}
-        yield all_reduced(message.axis, before_message, [sums[index] for index in message.parameters])
+        yield whole_message(message.axis, before_message, [sums[index] for index in message.parameters])
     for index, total in totals.items():
         name = source.graph.nodes[index].name
         yield Update(parameter=name, gradient=total, divisor=source.divisor(index), sums=sums.get(index, ""))
@@ -313,5 +313,5 @@ def _check(source: PlacedGraph, gradients: Sequence[str], ties: Sequence[tuple[i
         axes.append((len(source.sizes) + ties.index(max(ties, key=len)), "pipeline"))
     for number, name in axes:
         before, told = told, f"{told}@{name}"
-        yield all_reduced(number, [before], [told])
+        yield whole_message(number, [before], [told])
     yield SettleScale(source=told)

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from planner.cost.work import NARROW_RANGE, sum_bytes
-from planner.lowering.instructions import Communicate, Instruction
+from planner.lowering.instructions import Communicate, Instruction, whole_message
 from planner.lowering.placed import PlacedGraph
+from planner.lowering.writer import message_task
 from simulator.program import Collective, Kernel, Phase, Task
 
 
@@ -49,16 +50,9 @@ def _summed(source: PlacedGraph, given: Iterable[tuple[int, int]], *, on_host: b
             continue
         dtypes = {source.graph.nodes[index].outputs[0].dtype for index, _ in members}
         payload = sum(times * sum_bytes(update, source.graph.nodes[index].outputs[0].dtype) for index, times in members)
-        task = Task(
-            name=f"{Collective.ALL_REDUCE} norms of {sum(times for _, times in members)} parameters",
-            phase=Phase.UPDATE,
-            stream=f"communication:{one.name}",
-            dtype="float64" if "float64" in dtypes else "float32",
-            collective=Collective.ALL_REDUCE,
-            axis=one.name,
-            payload_bytes=float(payload),
-            on_host=on_host,
-        )
+        name = f"{Collective.ALL_REDUCE} norms of {sum(times for _, times in members)} parameters"
+        dtype = "float64" if "float64" in dtypes else "float32"
+        task = message_task(name, Phase.UPDATE, Collective.ALL_REDUCE, one.name, payload, dtype, on_host=on_host)
         yield Summed(axis=axis, parameters=tuple(index for index, _ in members), task=task)
 
 
@@ -96,16 +90,8 @@ def flag_messages(source: PlacedGraph) -> Iterator[tuple[int, Task]]:
     """One message for every axis that has several ranks, with the axis's number."""
     for number, axis in enumerate(source.options.mesh.axes):
         if axis.size > 1:
-            task = Task(
-                name=f"{Collective.ALL_REDUCE} whether gradients are numbers",
-                phase=Phase.UPDATE,
-                stream=f"communication:{axis.name}",
-                dtype="float32",
-                collective=Collective.ALL_REDUCE,
-                axis=axis.name,
-                payload_bytes=float(FLAG_BYTES),
-            )
-            yield number, task
+            name = f"{Collective.ALL_REDUCE} whether gradients are numbers"
+            yield number, message_task(name, Phase.UPDATE, Collective.ALL_REDUCE, axis.name, FLAG_BYTES, "float32")
 
 
 def broadcasts(source: PlacedGraph, parameters: Iterable[int]) -> Iterator[tuple[Task, Communicate]]:
@@ -124,29 +110,12 @@ def broadcasts(source: PlacedGraph, parameters: Iterable[int]) -> Iterator[tuple
     for axis, one in enumerate(source.options.mesh.axes):
         for members in _full(source, whole, limit):
             names = tuple(source.graph.nodes[index].name for index in members)
-            spec = source.graph.nodes[members[0]].outputs[0]
-            task = Task(
-                name=f"{Collective.BROADCAST} {len(members)} parameters from {names[0]}",
-                phase=Phase.UPDATE,
-                stream=f"communication:{one.name}",
-                dtype=spec.dtype,
-                collective=Collective.BROADCAST,
-                axis=one.name,
-                payload_bytes=float(sum(source.graph.nodes[index].outputs[0].size_bytes for index in members)),
-                on_host=source.on_host(members[0]),
-            )
-            nowhere = (-1,) * len(members)
-            yield (
-                task,
-                Communicate(
-                    collective=Collective.BROADCAST,
-                    axis=axis,
-                    sources=names,
-                    targets=names,
-                    gather_dims=nowhere,
-                    split_dims=nowhere,
-                ),
-            )
+            specs = [source.graph.nodes[index].outputs[0] for index in members]
+            name = f"{Collective.BROADCAST} {len(members)} parameters from {names[0]}"
+            payload, on_host = sum(spec.size_bytes for spec in specs), source.on_host(members[0])
+            kind, dtype = Collective.BROADCAST, specs[0].dtype
+            task = message_task(name, Phase.UPDATE, kind, one.name, payload, dtype, on_host=on_host)
+            yield task, whole_message(axis, names, names, collective=kind)
 
 
 def start_instructions(source: PlacedGraph, parameters: Iterable[int]) -> tuple[Instruction, ...]:

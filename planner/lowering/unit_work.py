@@ -10,14 +10,13 @@ from planner.cost.work import in_halves
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.lowering.body import Body, Fetch, Gather
-from planner.lowering.host import HOST_STREAM
 from planner.lowering.instructions import Compute, written_values
 from planner.lowering.offload import offload
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.unit_memory import UnitMemory, unit_memory
 from planner.lowering.work import Work
-from planner.lowering.writer import Draft
+from planner.lowering.writer import HOST_STREAM, Draft
 from planner.plans.plan import Plan
 from planner.sharding.placement import Placements
 from simulator.program import COMPUTE_STREAM, Collective, Phase

@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from planner.cost.packing import packing_bytes
-from planner.graph.operator_graph import Role, TensorRef
-from planner.lowering.host import host_copy
-from planner.lowering.instructions import (
-    Communicate,
-    HostCopy,
-    Instruction,
-    Mask,
-    Slice,
-)
+from planner.cost.work import state_bytes
+from planner.graph.operator_graph import DTYPE_BYTES, Role, TensorRef
+from planner.lowering.instructions import Communicate, HostCopy, Instruction, Mask, Slice
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.sharding.placement import Placements
 from planner.sharding.redistribution import Step
 from planner.sharding.sequence import SequenceCut
-from simulator.program import (
-    Buffer,
-    BufferKind,
-    Collective,
-    Kernel,
-    Phase,
-    Task,
-)
+from simulator.program import DISK, HOST, Buffer, BufferKind, Collective, Kernel, Phase, Task
+
+HOST_STREAM = "host"
+"""Stream of copies that run beside computation."""
+
+
+def host_copy(
+    size_bytes: float, name: str = "optimizer states in host memory", phase: Phase = Phase.UPDATE, copies: int = 1
+) -> Task:
+    """A task that moves bytes between a device and its host, in so many copies."""
+    return Task(name=name, phase=phase, kernel=Kernel.COPY, axis=HOST, bytes_moved=size_bytes, copies=copies)
+
+
+def disk_transfer(size_bytes: float, name: str, phase: Phase = Phase.UPDATE) -> Task:
+    """A task that moves bytes between a host and its disks."""
+    return Task(name=name, phase=phase, kernel=Kernel.COPY, axis=DISK, bytes_moved=size_bytes)
+
+
+def offloading(source: PlacedGraph, parameters: Iterable[tuple[int, int]]) -> Iterator[Task]:
+    """What an update of parameters costs beside its work where their states are not on the device.
+
+    Gradients go to the host and parameters come back, unless they live there; what is on a disk is read and written.
+
+    Parameters
+    ----------
+    parameters
+        Nodes, each with how many parameters like it there are.
+    """
+    moved = states = 0.0
+    copies, stays = 0, source.options.offload_parameters
+    ways = 1 if stays else 2
+    for index, times in parameters:
+        spec = source.graph.nodes[index].outputs[0]
+        size = times * source.local_bytes(spec, source.stored[index])
+        moved += ways * size
+        copies += ways * times
+        states += 2.0 * size * state_bytes(source.options.optimizer, spec.dtype) / DTYPE_BYTES[spec.dtype]
+        states += 2.0 * size if stays else 0.0
+    yield host_copy(moved, copies=copies)
+    if source.options.offload_to == "disk" and states:
+        yield disk_transfer(states, "parameters and states on disk" if stays else "optimizer states on disk")
+
 
 Moved = tuple[TensorRef, str, str, Step]
 """A tensor on the move: the value that it is, the name it gets, and the step."""
@@ -174,20 +203,8 @@ class Writer:
         completes: tuple[str, ...] = (),
         on_host: bool = False,
     ) -> None:
-        axis = self.source.options.mesh.axes[message.axis].name
-        task = Task(
-            name=name,
-            phase=phase,
-            stream=f"communication:{axis}",
-            dtype=dtype,
-            collective=message.collective,
-            axis=axis,
-            payload_bytes=payload,
-            copied_bytes=copied_bytes(message, payload, self.source.sizes[message.axis]),
-            sharded=self.source.of_shards(message),
-            on_host=on_host,
-            launched_with=self._pass(phase),
-        )
+        marks = {"on_host": on_host, "launched_with": self._pass(phase)}
+        task = packed_task(self.source, message, name, phase, payload, dtype, **marks)
         self._add(task, message, message.sources, writes)
         self.drafts[-1].completes = completes
 
@@ -200,6 +217,32 @@ class Writer:
         owners: dict[str, str] | None = None,
     ) -> None:
         self.drafts.append(Draft(task, instruction, reads, writes, owners or {}, unit=self.unit))
+
+
+def message_task(
+    name: str, phase: Phase, collective: Collective, axis: str, payload: float, dtype: str, **marks: Any
+) -> Task:
+    """What times a message of so many bytes on an axis; `marks` are further fields of the task."""
+    return Task(
+        name=name,
+        phase=phase,
+        stream=f"communication:{axis}",
+        dtype=dtype,
+        collective=collective,
+        axis=axis,
+        payload_bytes=float(payload),
+        **marks,
+    )
+
+
+def packed_task(
+    source: PlacedGraph, message: Communicate, name: str, phase: Phase, payload: float, dtype: str, **marks: Any
+) -> Task:
+    """What times a message, with the bytes that are copied around it."""
+    axis = source.options.mesh.axes[message.axis].name
+    copied = copied_bytes(message, payload, source.sizes[message.axis])
+    marks |= {"copied_bytes": copied, "sharded": source.of_shards(message)}
+    return message_task(name, phase, message.collective, axis, payload, dtype, **marks)
 
 
 def copied_bytes(message: Communicate, payload_bytes: float, members: int) -> float:

@@ -29,16 +29,8 @@ from planner.graph.operator_graph import PLACES, Argument, Node, OperatorGraph, 
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement, placement_name
 from planner.sharding.rule_families import created, view
 from planner.sharding.rule_notation import InnerMessage, Rule, replicated
-from planner.sharding.rule_table import TABLE
-from planner.sharding.rules import rules_for
-from planner.sharding.sequence import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    SequenceCut,
-    Span,
-    sequence_length,
-    sequence_spans,
-)
+from planner.sharding.rules import TABLE, rules_for
+from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD, SequenceCut, Span, sequence_length, sequence_spans
 from simulator.checks import near_divisors
 from simulator.errors import UnsupportedError
 from simulator.program import Collective, Kernel

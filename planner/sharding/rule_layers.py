@@ -6,16 +6,7 @@ from dataclasses import replace
 
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rule_families import Family, fixed_layout
-from planner.sharding.rule_notation import (
-    FIXED,
-    LETTERS,
-    Call,
-    CallLetters,
-    InnerMessage,
-    Operand,
-    Rule,
-    Value,
-)
+from planner.sharding.rule_notation import FIXED, LETTERS, Call, CallLetters, InnerMessage, Operand, Rule, Value
 from simulator.program import Collective
 
 

@@ -15,7 +15,7 @@ from planner.graph.attention import MASKED, MASKED_BACKWARD
 from planner.graph.operator_graph import PLACES, Node, OperatorGraph, TensorRef
 from planner.sharding.rule_families import Family, view
 from planner.sharding.rule_notation import FIXED, Call, CallLetters, Operand, call_of, labelled_inputs
-from planner.sharding.rule_table import TABLE
+from planner.sharding.rules import TABLE
 
 TOKEN_KINDS = frozenset(("tokens", "next_tokens"))
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"

@@ -36,13 +36,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from simulator.calibration.process import (
-    STOPPED_S,
-    process_state,
-    settle_worker,
-    worker_environment,
-    worker_threads,
-)
+from simulator.calibration.process import STOPPED_S, process_state, settle_worker, worker_environment, worker_threads
 from simulator.errors import ExecutionError
 
 Result = TypeVar("Result")

@@ -175,6 +175,11 @@ class Schedule:
         """What a rank runs, in order."""
         return [self.action(index) for index in range(self.offsets[rank], self.offsets[rank + 1])]
 
+    def of_rank(self, rank: int, values: npt.NDArray[np.int64]) -> list[int]:
+        """Those of the actions of a rank among values (A,)."""
+        own: list[int] = values[self.offsets[rank] : self.offsets[rank + 1]].tolist()
+        return own
+
     def positions(self, kind: ActionKind) -> OffsetArray:
         """(stages, micro_batches) place of each action of a kind in the arrays, -1 where there is none."""
         found = np.full((self.stages, self.micro_batches), -1, dtype=np.int64)

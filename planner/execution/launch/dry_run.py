@@ -117,7 +117,7 @@ def rank_line(lowered: LoweredStages, rank: int) -> RankLine:
         rank=rank,
         place=place,
         stages=mine.stages if staged else (),
-        passes=tuple(_passes(lowered, rank)),
+        passes=tuple(map(str, lowered.schedule.actions(lowered.pipeline_rank(rank)))),
         parameters=len(mine.parameters),
         parameter_bytes=sum(_stored_bytes(lowered, mine.parameters).values()),
         inputs={
@@ -127,13 +127,6 @@ def rank_line(lowered: LoweredStages, rank: int) -> RankLine:
         },
         messages=tuple(_messages(lowered, rank)),
     )
-
-
-def _passes(lowered: LoweredStages, rank: int) -> Iterator[str]:
-    schedule, place = lowered.schedule, lowered.pipeline_rank(rank)
-    for i in range(int(schedule.offsets[place]), int(schedule.offsets[place + 1])):
-        kind = ActionKind(int(schedule.kind[i]))
-        yield f"{int(schedule.stage[i])}{kind.letter}{int(schedule.micro_batch[i])}"
 
 
 def _stored_bytes(lowered: LoweredStages, stored: tuple[StoredParameter, ...]) -> dict[str, int]:
@@ -198,8 +191,7 @@ def _crossings(lowered: LoweredStages, rank: int) -> Iterator[tuple[int, int]]:
     """Every tensor that a rank sends to another stage's rank in a step: that rank, and the bytes."""
     schedule, place, stride = lowered.schedule, lowered.pipeline_rank(rank), lowered.pipeline_stride
     base = rank - place * stride
-    for i in range(int(schedule.offsets[place]), int(schedule.offsets[place + 1])):
-        kind, stage = ActionKind(int(schedule.kind[i])), int(schedule.stage[i])
+    for stage, kind, _ in schedule.actions(place):
         if kind is ActionKind.WEIGHT_GRADIENT:
             continue
         forward = kind is ActionKind.FORWARD

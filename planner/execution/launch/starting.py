@@ -16,9 +16,8 @@ from planner.execution.data.samples import check_dataset, open_dataset
 from planner.execution.job import Job, check_precision, input_specs
 from planner.execution.memory import free_memory, least_free_memory
 from planner.execution.optimizers import hyperparameters
-from planner.execution.paces import begin_together
 from planner.execution.reference import check_comparable
-from planner.execution.worker import train
+from planner.execution.worker import begin_together, train
 from planner.lowering.checked import checked_graph
 from planner.planning.loading import lower_to_run, naming
 from planner.planning.prediction import Prediction, simulate_plan

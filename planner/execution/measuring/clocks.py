@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +62,7 @@ class RankClocks:
 
     def action(self, instruction: Instruction, part: int, action: Action) -> Action:
         """The action between two readings of the clock."""
-        number, clock, busy = self._numbers.get(id(instruction), OUTSIDE), self._clock, self._busy
-        events = self._events
-
-        def clocked() -> None:
-            if not self.recording:
-                action()
-                return
-            start, before = clock(), busy()
-            action()
-            after = busy()
-            events.append((number, part, start, clock(), after - before))
-
-        return clocked
+        return partial(self._clocked, self._numbers.get(id(instruction), OUTSIDE), part, action)
 
     def reduction(self, axis: int, reduction: Callable[[], object]) -> None:
         """Run a reduction inside an operator between two readings of the clock."""

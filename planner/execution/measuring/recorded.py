@@ -13,14 +13,7 @@ from planner.execution.communication import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE, REDUCTION, IntArray, RankRecord, aligned, catalogue
 from planner.execution.virtual.script import tie_axes
 from planner.graph.operator_graph import DTYPE_BYTES
-from planner.lowering.instructions import (
-    Accumulate,
-    BeginUpdate,
-    Communicate,
-    Instruction,
-    LoweredStages,
-    Update,
-)
+from planner.lowering.instructions import Accumulate, BeginUpdate, Communicate, Instruction, LoweredStages, Update
 from planner.lowering.stages import sums_of
 from planner.lowering.sums import FLAG, FLAG_BYTES
 from planner.lowering.writer import copied_bytes
@@ -170,10 +163,9 @@ def quiet_tasks(lowered: LoweredStages, rank: int) -> list[tuple[Task, int]]:
 def timed_instructions(lowered: LoweredStages, rank: int) -> Iterator[tuple[Instruction, Task, int]]:
     """Every instruction with its task and how often a step runs it."""
     schedule, place = lowered.schedule, lowered.pipeline_rank(rank)
-    variants = action_variants(schedule)
+    variants = schedule.of_rank(place, action_variants(schedule))
     runs: dict[tuple[int, ActionKind, int], int] = {}
-    for i in range(int(schedule.offsets[place]), int(schedule.offsets[place + 1])):
-        stage, kind, variant = int(schedule.stage[i]), ActionKind(int(schedule.kind[i])), int(variants[i])
+    for (stage, kind, _), variant in zip(schedule.actions(place), variants, strict=True):
         key = (stage, kind, variant if (kind, variant) in lowered.stages[stage].passes else PLAIN)
         runs[key] = runs.get(key, 0) + 1
     for stage in lowered.ranks[place].stages:

@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.lowering.checked import checked_graph
-from planner.lowering.instructions import (
-    Communicate,
-    Instruction,
-    LoweredStages,
-    read_values,
-    written_values,
-)
+from planner.lowering.instructions import Communicate, Instruction, LoweredStages, read_values, written_values
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.plans.plan import Plan
 from simulator.hardware import Hardware
@@ -202,13 +196,12 @@ def _rank_script(
 ) -> list[Deed]:
     schedule = lowered.schedule
     writer = _DeedWriter(overlaps=hardware.overlaps_communication)
-    variants = action_variants(schedule)
+    variants = schedule.of_rank(rank, action_variants(schedule))
     sends = [np.broadcast_to(np.asarray(one.costs.send_s), schedule.stages) for one in (timed, slow_timed)]
     blocking = not timed.costs.overlap_sends
-    for i in range(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1])):
-        kind, stage, batch = ActionKind(int(schedule.kind[i])), int(schedule.stage[i]), int(schedule.micro_batch[i])
+    for (stage, kind, batch), variant in zip(schedule.actions(rank), variants, strict=True):
         one = lowered.stages[stage]
-        key = (kind, int(variants[i]) if (kind, int(variants[i])) in one.passes else PLAIN)
+        key = (kind, variant if (kind, variant) in one.passes else PLAIN)
         forward, last = kind is ActionKind.FORWARD, kind is ActionKind.WEIGHT_GRADIENT
         arrives = one.arrives if forward else one.gradient_arrives
         leaves = one.leaves if forward else one.gradient_leaves

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.execution import paces
+from planner.execution import worker
 from planner.execution.options import ExecuteOptions
-from planner.execution.paces import MOST_SPANS, PacedSteps
 from planner.execution.run import execute
+from planner.execution.worker import MOST_SPANS, PacedSteps
 from planner.planning.planning import PlanRequest, plan_network
 from planner.plans.file import write_plan
 from simulator.profiles import write_profile
@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, whose typical kernels take 30 ms."""
-    monkeypatch.setattr(paces, "Pace", lambda device: device)
-    monkeypatch.setattr(paces, "timed_paces", lambda pace, meet, rounds: [0.03] * rounds)
+    monkeypatch.setattr(worker, "Pace", lambda device: device)
+    monkeypatch.setattr(worker, "timed_paces", lambda pace, meet, rounds: [0.03] * rounds)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, op: None)
 
 
@@ -51,7 +51,7 @@ def test_accelerators_are_timed_when_the_steps_are_done() -> None:
     assert next(spans) == (0, 9)
     assert paced.found == []
     assert list(spans) == []
-    assert len(paced.found) == paces.AFTER_ROUNDS
+    assert len(paced.found) == worker.AFTER_ROUNDS
 
 
 @pytest.mark.usefixtures("alone")
@@ -88,6 +88,6 @@ def test_timed_steps_begin_together_where_ranks_share_cores(
     monkeypatch: pytest.MonkeyPatch, device: str, wanted: bool, meetings: int
 ) -> None:
     met: list[str] = []
-    monkeypatch.setattr("planner.execution.paces.dist.barrier", lambda: met.append("all"))
+    monkeypatch.setattr("planner.execution.worker.dist.barrier", lambda: met.append("all"))
     PacedSteps(torch.device(device), 0.1, wanted=wanted).meet()
     assert len(met) == meetings

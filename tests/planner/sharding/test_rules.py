@@ -12,8 +12,7 @@ from planner.graph.scaling import at_batch
 from planner.sharding.local_call import operator
 from planner.sharding.local_operator import _SPECIAL
 from planner.sharding.placement import PARTIAL, REPLICATE, placement_name
-from planner.sharding.rule_table import TABLE
-from planner.sharding.rules import Rule, has_rule, rules_for
+from planner.sharding.rules import TABLE, Rule, has_rule, rules_for
 from tests.planner.sharding.single_nodes import Given, indices, one_node
 from tests.planner.sharding.small_networks import NETWORKS, graph
 

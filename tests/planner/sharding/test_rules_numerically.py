@@ -21,7 +21,7 @@ from planner.graph.operator_graph import PLACES, Node, OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks.loading import load_network
 from planner.networks.zoo.table import ZOO
-from planner.sharding import rule_table
+from planner.sharding import rules as rule_table
 from planner.sharding.local_call import operator
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule, rules_for
