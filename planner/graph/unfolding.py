@@ -52,7 +52,7 @@ def _layout(graph: OperatorGraph, run: Run) -> _Layout:
     position = {node: p for p, node in enumerate(run.second)}
     parts: dict[str, list[int]] = {}
     for node in run.second:
-        parts.setdefault(_part(graph.nodes[node]), []).append(node)
+        parts.setdefault(part_of(graph.nodes[node]), []).append(node)
     before = {nodes[0]: nodes for part, nodes in parts.items() if part == "backward"}
     after = {nodes[-1]: nodes for part, nodes in parts.items() if part != "backward"}
     order: list[tuple[int, int]] = []
@@ -71,7 +71,8 @@ def _layout(graph: OperatorGraph, run: Run) -> _Layout:
     return _Layout(order, place, blocks)
 
 
-def _part(node: Node) -> str:
+def part_of(node: Node) -> str:
+    """Where a node stands in the order: in front as a parameter or constant, in the forward or in the backward pass."""
     if node.op in (Role.PARAMETER, Role.CONSTANT):  # what a module holds stands in front of all that is computed
         return node.op
     return "backward" if node.phase is Phase.BACKWARD else "forward"

@@ -289,12 +289,23 @@ def _is_plain_norm(norm: Any) -> bool:
 
 
 def _plain_rotary(rotary: Any) -> bool:
-    """Whether a module makes the tables that `RotaryTable` does."""
-    config = getattr(rotary, "config", None)
+    """Whether a module makes the tables that `RotaryTable` does, as tried on numbers."""
+    config: Any = getattr(rotary, "config", None)
     parameters = getattr(config, "rope_parameters", None) or {}
-    plain = parameters.get("rope_type") == "default" and "partial_rotary_factor" not in parameters
-    takes = list(inspect.signature(rotary.forward).parameters)[:3]
-    return plain and "mrope_section" not in parameters and takes == ["x", "position_ids"]
+    if parameters.get("rope_type") != "default" or "mrope_section" in parameters:
+        return False
+    if list(inspect.signature(rotary.forward).parameters)[:3] != ["x", "position_ids"]:
+        return False
+    with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+        x, places = torch.zeros(1, 3, 1), torch.arange(3).unsqueeze(0)
+        try:
+            found, ours = type(rotary)(config)(x, places), RotaryTable(config)(x, places)
+        except (AttributeError, TypeError, ValueError):
+            return False
+    # Llama 4 makes complex numbers instead.
+    return isinstance(found, tuple) and all(
+        a.shape == b.shape and torch.allclose(a, b, atol=1e-6) for a, b in zip(found, ours, strict=True)
+    )
 
 
 class RotaryTable(nn.Module):

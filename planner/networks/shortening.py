@@ -1,52 +1,53 @@
 """Leaving equal blocks out of a module before it is captured, so that depth costs nothing.
 
-A list of blocks whose last ones are alike, or repeat a pattern (attention to a window in five layers, to all in the
-sixth), keeps a few of them. Their graph folds into a run (`planner.graph.folding`), whose count becomes that of the
-whole list; a run of patterns is written out again. They are enough to show how a block refers to its neighbours: three
-must fold, so a network whose blocks refer to blocks further away is not shortened.
+A list whose last blocks are alike keeps a few of them. Their graph folds into a run (`planner.graph.folding`), whose
+count becomes that of the whole list. A list of several kinds of blocks in any order (attention to a window and to all;
+attention, state-space and feed-forward layers) keeps its ends and two blocks of each kind, from whose graph that of all
+is written out (`planner.graph.assembling`). Where a block refers to others than its neighbours, nothing is left out.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from planner.graph.assembling import ENDS, assembled
 from planner.graph.folding import fold, run_start
 from planner.graph.operator_graph import OperatorGraph
-from planner.graph.unfolding import unfold_run
 
 if TYPE_CHECKING:
     from torch import nn
 
 KEPT = 4
-"""Equal blocks or patterns that a list keeps: three that fold, and one more, as gradients may treat the first like no
-other."""
-LONGEST_PATTERN = 8
+"""Equal blocks that a list keeps: three that fold, and one more, as gradients may treat the first like no other."""
+_OF_A_KIND = 2
+"""Blocks of a kind that are kept between the ends: two show that they are alike."""
 _PLACES = frozenset(
     {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index", "idx", "index"}
 )
 """Attributes in which modules write down their own place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Shortened:
-    """A list of blocks that are `kept` of `whole`: from `start` on they repeat a pattern of `period` blocks."""
+    """A list of blocks of which some are kept: their places, and the kind of every block of the whole list."""
 
-    kept: int
-    whole: int
-    start: int
-    period: int = 1
+    kept: tuple[int, ...]
+    kinds: tuple[int, ...]
 
     @property
-    def left_out(self) -> int:
-        """Patterns that are left out."""
-        return (self.whole - self.kept) // self.period
+    def ends_alike(self) -> bool:
+        """Whether the first blocks are kept, and all others are like the last of these."""
+        return self.kept == tuple(range(len(self.kept))) and len(set(self.kinds[len(self.kept) - KEPT :])) == 1
 
 
 def shorten(module: nn.Module) -> dict[str, Shortened]:
-    """Leave out, in place, what stands behind the first `KEPT` patterns at the end of each list of blocks.
+    """Leave out, in place, blocks that others like them show.
+
+    Lists of one length side by side (blocks, and a norm for each) keep the same places, and so do lists of that length
+    in a configuration, by which a network may look up what a block is.
 
     Returns
     -------
@@ -56,34 +57,62 @@ def shorten(module: nn.Module) -> dict[str, Shortened]:
     from torch import nn
 
     found: dict[str, Shortened] = {}
-    for path, part in list(module.named_modules()):
-        if not isinstance(part, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{p}.") for p in found):
+    sides: dict[tuple[str, int], list[tuple[str, nn.ModuleList | nn.Sequential]]] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, (nn.ModuleList, nn.Sequential)):
+            sides.setdefault((path.rpartition(".")[0], len(part)), []).append((path, part))
+    for lists in sides.values():
+        if any(path.startswith(f"{p}.") for path, _ in lists for p in found):
             continue
-        shortened = _shortest(part)
-        if shortened is not None:
-            del part[shortened.kept :]
+        shortened = _shortest([part for _, part in lists])
+        if shortened is None:
+            continue
+        for path, part in lists:
+            if shortened.ends_alike:
+                del part[len(shortened.kept) :]
+            else:
+                kept = [part[place] for place in shortened.kept]
+                del part[:]
+                part.extend(kept)
             found[path] = shortened
+        if not shortened.ends_alike:
+            _shorten_configurations(module, shortened)
     return found
 
 
-def _shortest(blocks: nn.ModuleList | nn.Sequential) -> Shortened | None:
-    """How a list is kept shortest; None where all of it is needed."""
-    members = list(blocks)
-    whole = len(members)
-    if whole <= KEPT or len({id(block) for block in members}) < whole:
+def _shortest(lists: Sequence[nn.ModuleList | nn.Sequential]) -> Shortened | None:
+    """How lists side by side are kept shortest; None where all of them is needed."""
+    whole = len(lists[0])
+    if whole <= KEPT or any(len({id(block) for block in blocks}) < whole for blocks in lists):
         return None
-    signatures = [_signature(block) for block in members]
-    found = (_kept(signatures, period) for period in range(1, min(LONGEST_PATTERN, whole // KEPT) + 1))
-    return min((one for one in found if one.kept < whole), key=lambda one: one.kept, default=None)
+    numbers: dict[Hashable, int] = {}
+    kinds = tuple(numbers.setdefault(tuple(map(_signature, side)), len(numbers)) for side in zip(*lists, strict=True))
+    start = max((place for place in range(whole) if kinds[place] != kinds[-1]), default=-1) + 1
+    best, some = tuple(range(start + KEPT)), _places(kinds)
+    # A run is dealt with faster than the same blocks written out.
+    if len(some) + KEPT < len(best) and all(name.isdigit() for blocks in lists for name in blocks._modules):
+        best = some
+    return Shortened(best, kinds) if len(best) < whole else None
 
 
-def _kept(signatures: list[tuple[object, ...]], period: int) -> Shortened:
-    whole = len(signatures)
-    place = whole - period
-    while place and signatures[place - 1] == signatures[place - 1 + period]:
-        place -= 1
-    start = place + (whole - place) % period
-    return Shortened(kept=start + KEPT * period, whole=whole, start=start, period=period)
+def _places(kinds: Sequence[int]) -> tuple[int, ...]:
+    """Places of the ends and of the first blocks of each kind between them."""
+    inner = range(ENDS, len(kinds) - ENDS)
+    seen: Counter[int] = Counter()
+    kept = []
+    for place in range(len(kinds)):
+        if place in inner:
+            seen[kinds[place]] += 1
+        if place not in inner or seen[kinds[place]] <= _OF_A_KIND:
+            kept.append(place)
+    return tuple(kept)
+
+
+def _shorten_configurations(module: nn.Module, shortened: Shortened) -> None:
+    for config in {id(c): c for part in module.modules() if (c := getattr(part, "config", None)) is not None}.values():
+        for name, value in list(getattr(config, "__dict__", {}).items()):
+            if isinstance(value, (list, tuple)) and len(value) == len(shortened.kinds):
+                object.__setattr__(config, name, type(value)(value[place] for place in shortened.kept))
 
 
 def _signature(block: nn.Module) -> tuple[object, ...]:
@@ -110,71 +139,37 @@ def _tensors(part: nn.Module) -> tuple[object, ...]:
 
 
 def lengthened(graph: OperatorGraph, lists: Mapping[str, Shortened]) -> OperatorGraph | None:
-    """Fold the graph of a shortened module and let its runs stand for all blocks; None where a list has no run.
+    """Make the folded graph of all blocks from that of a shortened module; None where its blocks do not show it.
 
     Blocks at the end of a list that nothing reads are not in the graph: as many are left out of the whole.
     """
-    patterns = {path: one for path, one in lists.items() if one.period > 1}
-    folded = fold(_renamed(graph, patterns, _as_pattern))
+    whole: OperatorGraph | None = graph
+    for path, one in lists.items():
+        if whole is not None and not one.ends_alike and any(_blocks_of(path, whole)):
+            whole = assembled(whole, path, one.kept, one.kinds)
+    if whole is None:
+        return None
+    folded = fold(whole)
     counts = {}
     for path, one in lists.items():
+        if not one.ends_alike or not any(_blocks_of(path, graph)):
+            continue
         runs = [n for n, run in enumerate(folded.runs) if run.prefix == path]
         if len(runs) != 1:
             return None
         run = folded.runs[runs[0]]
-        if any(_in_list(node.module, path, run_start(folded, run) + run.count) for node in folded.nodes):
+        if any(block >= run_start(folded, run) + run.count for block in _blocks_of(path, folded)):
             return None
-        counts[runs[0]] = run.count + one.left_out
-    whole_runs = tuple(replace(run, count=counts.get(n, run.count)) for n, run in enumerate(folded.runs))
-    whole = replace(folded, runs=whole_runs)
-    if not patterns:
-        return whole
-    while (number := next((n for n, run in enumerate(whole.runs) if run.prefix in patterns), None)) is not None:
-        whole = unfold_run(whole, number)
-    return fold(_renamed(whole, patterns, _as_blocks))
-
-
-def _as_pattern(one: Shortened, rest: str) -> str:
-    """Name of a block of a pattern by the pattern's number, so that a pattern is one block; of one before them."""
-    number, _, behind = rest.partition(".")
-    pattern, place = divmod(int(number) - one.start, one.period)
-    name = f"before{number}" if pattern < 0 else f"{pattern}.block{place}"
-    return f"{name}.{behind}" if behind else name
-
-
-def _as_blocks(one: Shortened, rest: str) -> str:
-    """Undo `_as_pattern`."""
-    found = re.fullmatch(r"(?:before(\d+)|(\d+)\.block(\d+))((?:\..*)?)", rest)
-    assert found is not None  # `_as_pattern` made it
-    before, pattern, place, behind = found.groups()
-    return f"{before if before else one.start + int(pattern) * one.period + int(place)}{behind}"
-
-
-def _renamed(
-    graph: OperatorGraph, patterns: Mapping[str, Shortened], rule: Callable[[Shortened, str], str]
-) -> OperatorGraph:
-    """The graph with what a rule makes of the rest of the paths behind that of a list."""
-    if not patterns:
-        return graph
-
-    def path(module: str) -> str:
-        for prefix, one in patterns.items():
-            if module.startswith(f"{prefix}."):
-                return f"{prefix}.{rule(one, module[len(prefix) + 1 :])}"
-        return module
-
-    def name(text: str) -> str:
-        module, slash, operator = text.partition("/")
-        return f"{path(module)}{slash}{operator}"
-
+        counts[runs[0]] = run.count + len(one.kinds) - len(one.kept)
     return replace(
-        graph,
-        nodes=tuple(replace(node, name=name(node.name), module=path(node.module)) for node in graph.nodes),
-        parameters=tuple(replace(p, name=name(p.name), aliases=tuple(map(name, p.aliases))) for p in graph.parameters),
+        folded, runs=tuple(replace(run, count=counts.get(n, run.count)) for n, run in enumerate(folded.runs))
     )
 
 
-def _in_list(module: str, path: str, first: int) -> bool:
-    """Whether a module lies in a list's block number `first` or behind it."""
-    place = module[len(path) + 1 :].partition(".")[0] if module.startswith(f"{path}.") else ""
-    return place.isdigit() and int(place) >= first
+def _blocks_of(path: str, graph: OperatorGraph) -> Iterator[int]:
+    """Yield the numbers of a list's blocks, once for each node."""
+    for node in graph.nodes:
+        if node.module.startswith(f"{path}."):
+            number = node.module[len(path) + 1 :].partition(".")[0]
+            if number.isdigit():
+                yield int(number)

@@ -26,4 +26,5 @@ def kept(name: str, digest: str) -> Captured | None:
     held = json.loads(file.read_bytes())
     if held["captured"] != digest:
         return None
-    return graph_from_json(held["graph"]), {path: Shortened(**one) for path, one in held["lists"].items()}
+    lists = {path: Shortened(tuple(one["kept"]), tuple(one["kinds"])) for path, one in held["lists"].items()}
+    return graph_from_json(held["graph"]), lists

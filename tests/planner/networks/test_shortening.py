@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from planner.graph.capture import capture_module
 from planner.graph.folding import fold, unfold
+from planner.graph.operator_graph import OperatorGraph
 from planner.networks.python_factory import network_of
 from planner.networks.shortening import KEPT, Shortened, shorten
 
 
 def test_equal_blocks_at_the_end_of_a_list_are_left_out() -> None:
     module = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(3, 4), *(nn.Linear(4, 4) for _ in range(9))])})
-    assert shorten(module) == {"blocks": Shortened(kept=1 + KEPT, whole=10, start=1)}
+    assert shorten(module) == {"blocks": Shortened(tuple(range(1 + KEPT)), (0, *[1] * 9))}
     assert len(module["blocks"]) == 1 + KEPT
 
 
@@ -35,7 +38,7 @@ def test_blocks_that_differ_in_a_setting_are_not_alike_but_in_their_place_are() 
     squares = nn.ModuleList([nn.ModuleList([block(window=n * n) for n in range(9)])])
     assert shorten(squares) == {}
     assert shorten(nn.ModuleList([nn.ModuleList([block(layer_idx=n) for n in range(9)])])) == {
-        "0": Shortened(kept=KEPT, whole=9, start=0)
+        "0": Shortened(tuple(range(KEPT)), (0,) * 9)
     }
 
 
@@ -62,28 +65,71 @@ class Layers(nn.Module):
         return x.square().sum() / x.numel()
 
 
-PATTERNS = {
-    (0, 1) * 6: Shortened(kept=8, whole=12, start=0, period=2),
-    (1, *(0, 0, 1) * 5): Shortened(kept=13, whole=16, start=1, period=3),
-    (2, *(0, 1) * 6): Shortened(kept=9, whole=13, start=1, period=2),
+KINDS = {
+    (0, 1) * 10: (0, 1, 2, 3, 4, 5, 18, 19),
+    (1, *(0, 0, 1) * 5): (0, 1, 2, 3, 4, 6, 14, 15),
+    (2, *(0, 1) * 8): (0, 1, 2, 3, 4, 5, 15, 16),
+    (0, 1, 0, 0, 2, 0, 1, 1, 0, 2, 0, 0, 0, 1, 1, 2, 2, 1, 0, 1): (0, 1, 2, 3, 4, 6, 7, 9, 18, 19),
 }
+"""Blocks of several kinds, and the places of those that are captured."""
 
 
-@pytest.mark.parametrize(
-    "kinds", [pytest.param(kinds, marks=[pytest.mark.slow] if len(kinds) > 13 else []) for kinds in PATTERNS]
-)
-def test_a_pattern_is_captured_a_few_times_and_the_graph_is_that_of_the_whole(kinds: tuple[int, ...]) -> None:
-    assert shorten(Layers(kinds)) == {"layers": PATTERNS[kinds]}
-    network = network_of(Layers(kinds), torch.zeros(2, 3))
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "".join(map(str, kinds)))
+def test_few_blocks_of_each_kind_are_captured_and_the_graph_is_that_of_the_whole(kinds: tuple[int, ...]) -> None:
+    (shortened,) = shorten(Layers(kinds)).values()
+    assert shortened.kept == KINDS[kinds]
+    assert_whole(Layers(kinds), torch.zeros(2, 3))
+
+
+def assert_whole(module: nn.Module, example: Tensor) -> OperatorGraph:
+    """Check that the graph from a few blocks is that of all of them."""
+    network = network_of(module, example)
     graph = network.capture()
     whole = fold(capture_module(lambda: network.make(None).train(), network.inputs, name=network.name))
     assert graph.runs == whole.runs
     graph, whole = unfold(graph), unfold(whole)
     assert graph.nodes == whole.nodes
     assert (graph.parameters, graph.inputs, graph.loss) == (whole.parameters, whole.inputs, whole.loss)
-    assert graph.parameter_count == sum(p.numel() for p in Layers(kinds).parameters())
+    assert graph.parameter_count == sum(p.numel() for p in module.parameters())
+    return graph
 
 
-def test_a_pattern_that_the_last_blocks_break_is_captured_whole() -> None:
-    kinds = (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 2, 0)
-    assert shorten(Layers(kinds)) == {}
+def test_lists_side_by_side_keep_the_same_blocks() -> None:
+    class Normed(Layers):
+        def __init__(self) -> None:
+            super().__init__((0, 1) * 10)
+            self.norms = nn.ModuleList(nn.LayerNorm(4, bias=n % 5 == 0) for n in range(20))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer, norm in zip(self.layers, self.norms, strict=True):
+                x = layer(norm(x))
+            return x.square().sum() / x.numel()
+
+    assert_whole(Normed(), torch.zeros(2, 3))
+
+
+def test_what_blocks_are_may_be_looked_up_in_a_configuration() -> None:
+    class Configured(Layers):
+        def __init__(self) -> None:
+            super().__init__((0, 1) * 10)
+            self.config = SimpleNamespace(layer_types=["plain", "double"] * 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for place, layer in enumerate(self.layers):
+                x = layer(x * 2 if self.config.layer_types[place] == "double" else x)
+            return x.square().sum() / x.numel()
+
+    assert_whole(Configured(), torch.zeros(2, 3))
+
+
+def test_blocks_that_refer_to_others_than_their_neighbours_are_captured_whole() -> None:
+    class Skipping(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = early = self.first(x)
+            for layer in self.layers:
+                x, early = layer(x) + early, x
+            return x.square().sum() / x.numel()
+
+    assert_whole(Skipping((0, 1) * 10), torch.zeros(2, 3))
