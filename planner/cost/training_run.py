@@ -75,6 +75,22 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hybrid:
+    """Layers of one kind each (Nemotron-H, arXiv:2504.03624).
+
+    ``kinds`` has a letter for each: ``M`` state space (Mamba-2), ``*`` attention, ``-`` feed-forward, ``E`` experts.
+    The other sizes are those of state-space layers, but for ``latent``, the width of tokens at experts (0: their own).
+    """
+
+    kinds: str
+    heads: int
+    head_size: int
+    state: int
+    groups: int
+    latent: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
     """Sizes of a transformer.
 
@@ -105,6 +121,7 @@ class TransformerShape:
     attention_window: int = 0
     experts: Experts | None = None
     latent_attention: LatentAttention | None = None
+    hybrid: Hybrid | None = None
     encoder_layers: int = 0
     encoder_sequence_length: int = 0
     multi_token_layers: int = 0

@@ -302,10 +302,10 @@ def _plain_rotary(rotary: Any) -> bool:
             found, ours = type(rotary)(config)(x, places), RotaryTable(config)(x, places)
         except (AttributeError, TypeError, ValueError):
             return False
-    # Llama 4 makes complex numbers instead.
-    return isinstance(found, tuple) and all(
-        a.shape == b.shape and torch.allclose(a, b, atol=1e-6) for a, b in zip(found, ours, strict=True)
-    )
+        # Llama 4 makes complex numbers instead.
+        return isinstance(found, tuple) and all(
+            a.shape == b.shape and torch.allclose(a, b, atol=1e-6) for a, b in zip(found, ours, strict=True)
+        )
 
 
 class RotaryTable(nn.Module):

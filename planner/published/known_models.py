@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from planner.cost.training_run import Experts, LatentAttention
+from planner.cost.training_run import Experts, Hybrid, LatentAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class KnownModel:
     head_size: int = 0
     experts: Experts | None = None
     latent_attention: LatentAttention | None = None
+    hybrid: Hybrid | None = None
     window: int = 0
     multi_token_layers: int = 0
 
@@ -73,6 +74,7 @@ def _read() -> tuple[dict[str, Traits], tuple[KnownModel, ...], tuple[_ModelFami
         "traits_of_size": lambda said: {size: traits[name] for size, name in said.items()},
         "experts": lambda said: Experts(**said),
         "latent_attention": lambda said: LatentAttention(**said),
+        "hybrid": lambda said: Hybrid(**said),
     }
 
     def made(items: Any) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from planner.cost.software import with_settings
 from planner.cost.software_file import MemoryHabits, Samples, shipped_stacks
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import (
+    Hybrid,
     LayeredNetwork,
     OptimizerSharding,
     Recompute,
@@ -260,7 +261,7 @@ def _between_products(setup: TrainingSetup, network: TransformerShape) -> tuple[
     A search shares them out as suits it, numbers of rows as well, which none of these runs did. Beside a context or
     expert axis nothing may be said of single operators.
     """
-    if setup.tp == 1 or setup.cp > 1 or setup.ep > 1 or not network.causal:
+    if setup.tp == 1 or setup.cp > 1 or setup.ep > 1 or not network.causal or network.hybrid:
         return ()
     plain = network.head_size * network.heads == network.hidden and network.key_value_heads == network.heads
     gated = network.gated or network.experts is not None or not plain or network.latent_attention is not None
@@ -403,6 +404,8 @@ def _config(run: TrainingRun, network: TransformerShape, notes: list[str]) -> di
         notes.append("layers that predict further tokens left out")
     if not network.causal:
         return _masked(network, vocabulary, notes)
+    if network.hybrid:
+        return _hybrid(network, network.hybrid, vocabulary)
     if network.latent_attention:
         return _latent(network, vocabulary)
     plain = network.head_size * network.heads == network.hidden
@@ -414,6 +417,24 @@ def _config(run: TrainingRun, network: TransformerShape, notes: list[str]) -> di
         "n_inner": network.feed_forward, "vocab_size": vocabulary, "n_positions": network.sequence_length,
         "tie_word_embeddings": network.tied_embeddings,
     } | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1 * network.dropout)  # fmt: skip
+
+
+def _hybrid(network: TransformerShape, hybrid: Hybrid, vocabulary: int) -> dict[str, object]:
+    """A config of Nemotron-H."""
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    experts = network.experts
+    dealt = {} if experts is None else {
+        "n_routed_experts": experts.count, "num_experts_per_tok": experts.per_token, "n_shared_experts": 1,
+        "moe_intermediate_size": experts.feed_forward, "moe_latent_size": hybrid.latent or None,
+        "moe_shared_expert_intermediate_size": experts.shared_feed_forward,
+    }  # fmt: skip
+    return {
+        "model_type": "nemotron_h", "layers_block_type": [kinds[kind] for kind in hybrid.kinds],
+        "hidden_size": network.hidden, "vocab_size": vocabulary, "intermediate_size": network.feed_forward,
+        "num_attention_heads": network.heads, "num_key_value_heads": network.key_value_heads,
+        "head_dim": network.head_size, "mamba_num_heads": hybrid.heads, "mamba_head_dim": hybrid.head_size,
+        "ssm_state_size": hybrid.state, "n_groups": hybrid.groups, "max_position_embeddings": network.sequence_length,
+    } | dealt  # fmt: skip
 
 
 def _of_whole_heads(network: TransformerShape, notes: list[str]) -> TransformerShape:

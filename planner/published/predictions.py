@@ -145,7 +145,7 @@ def measured_apart(rows: Iterable[MeasuredRow]) -> frozenset[tuple[str, str]]:
 
 
 def _state_bytes(run: TrainingRun, figure: MemoryFigure) -> float:
-    if not isinstance(run.network, TransformerShape):
+    if not isinstance(run.network, TransformerShape) or run.network.hybrid:
         return 0.0
     stages = training_memory(run).stages
     if figure is MemoryFigure.LAST_STAGE_ALLOCATED:

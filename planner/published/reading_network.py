@@ -61,16 +61,24 @@ def read_network(row: FileRow, notes: Notes) -> TransformerShape | LayeredNetwor
     """The network of a row; `notes` gets what was assumed, MissingFactError says what is missing."""
     name = plain_name(row.text("model"))
     words = plain_name(f"{row.text('model')} {row.text('arch')}")
-    for pattern, what in _UNDESCRIBED:
+    known = known_model(row.text("model"), row.number("params_b"))
+    for pattern, what in () if known and _is_hybrid(row, known) else _UNDESCRIBED:
         if re.search(pattern, words):
             raise MissingFactError(f"{row.text('model') or 'the network'} has {what}, which is not modelled")
-    known = known_model(row.text("model"), row.number("params_b"))
     if "t5" in name.split("-"):
         return _encoder_decoder(row, notes)
     if not is_transformer(row):
         return _layered(row, notes)
     shape = _transformer(row, known, notes)
     return _special(row, shape, name, notes)
+
+
+def _is_hybrid(row: FileRow, known: KnownModel) -> bool:
+    """Whether a row's network has the layers of one kind each that are known of its name, and no other sizes."""
+    found = (row.whole("n_layers"), row.whole("hidden"))
+    return known.hybrid is not None and all(
+        value in (None, size) for value, size in zip(found, known.sizes, strict=False)
+    )
 
 
 def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
@@ -155,6 +163,7 @@ def _transformer(row: FileRow, known: KnownModel | None, notes: Notes) -> Transf
         attention_window=_window(row, known, length, notes),
         experts=experts,
         latent_attention=known.latent_attention if known else None,
+        hybrid=known.hybrid if known else None,
         multi_token_layers=known.multi_token_layers if known else 0,
         normalised_queries=bool(re.search(r"qk[-_]layernorm", f"{row.text('model')} {row.text('other_flags')}")),
         embedding_norm=traits.embedding_norm or "embed-norm" in row.text("arch").lower(),
@@ -192,7 +201,7 @@ def _agreeing(row: FileRow, known: KnownModel | None) -> KnownModel | None:
     if not other:
         return known
     sizes = (layers or 0, 0, 0, 0, 0, known.sizes[5])
-    return replace(known, sizes=sizes, experts=None, latent_attention=None, head_size=0)
+    return replace(known, sizes=sizes, experts=None, latent_attention=None, hybrid=None, head_size=0)
 
 
 def _stated(row: FileRow, column: str, size: int, notes: Notes) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.cost.memory.in_flight import BOTH_DIRECTIONS, V_SHAPED, schedule_name
-from planner.cost.training_run import TrainingSetup, TransformerShape
+from planner.cost.training_run import Hybrid, TrainingSetup, TransformerShape
 from simulator.errors import InputError
 
 VOCABULARY_MULTIPLE = 128
@@ -50,6 +50,8 @@ class StageContent:
 
 def parameter_count(shape: TransformerShape) -> int:
     """Parameters of the whole network, vocabulary unpadded."""
+    if shape.hybrid:
+        return _of_kinds(shape, shape.hybrid)
     dense, expert, encoder = _layer_counts(shape, 1, 1, 1)
     expert_layers = shape.layers - shape.experts.dense_layers if shape.experts else 0
     layers = (shape.layers - expert_layers) * dense.total + expert_layers * expert.total
@@ -60,6 +62,23 @@ def parameter_count(shape: TransformerShape) -> int:
     ends = table * (1 if shape.tied_embeddings else 2) + shape.learned_positions * shape.hidden
     ends += _norm(shape) * (2 if shape.embedding_norm else 1)
     return round(layers + ends + (_norm(shape) if shape.encoder_layers else 0))
+
+
+def _of_kinds(shape: TransformerShape, hybrid: Hybrid) -> int:
+    """Parameters of a network whose layers are of one kind each: a norm, and projections without biases."""
+    hidden, inner, experts = shape.hidden, hybrid.heads * hybrid.head_size, shape.experts
+    read = inner + 2 * hybrid.groups * hybrid.state
+    """Channels of the convolution over time, of four steps and a bias."""
+    each = {
+        "M": hidden * (inner + read + hybrid.heads) + 5 * read + 3 * hybrid.heads + inner + inner * hidden,
+        "*": 2 * hidden * shape.head_size * (shape.heads + shape.key_value_heads),
+        "-": 2 * hidden * shape.feed_forward,
+    }
+    if experts:
+        each["E"] = experts.count * (hidden + 2 * (hybrid.latent or hidden) * experts.feed_forward)
+        each["E"] += 2 * hidden * (experts.shared_feed_forward + hybrid.latent)
+    tables = (1 if shape.tied_embeddings else 2) * shape.vocabulary * hidden
+    return tables + hidden + sum(hidden + each[kind] for kind in hybrid.kinds)
 
 
 def local_vocabulary(shape: TransformerShape, tp: int, padded: bool) -> float:

@@ -150,7 +150,8 @@ def test_encoders_and_layered_networks(tmp_path: Path) -> None:
         ({"seq_len": ""}, "seq_len"),
         ({"accelerator": "Abacus 9000"}, "Abacus 9000"),
         ({"accelerator": ""}, "accelerator"),
-        ({"model": "NemotronH_56B"}, "Mamba"),
+        ({"model": "Zamba2-7B"}, "Mamba"),
+        ({"model": "NemotronH_56B"}, "Mamba"),  # of 24 layers, which the published one has not
         ({"pp": "16", "tp": "1", "n_layers": "8"}, "pp 16"),
     ],
 )

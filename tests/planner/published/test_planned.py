@@ -17,9 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from planner.cli.app import app
+from planner.cost.memory.parameters import parameter_count
 from planner.cost.training_run import RunPrediction, TransformerShape
 from planner.planning.planning import plan_network
 from planner.plans.pins import Pins
@@ -58,6 +60,25 @@ def test_a_run_is_predicted_by_the_plan_of_its_pins(tmp_path: Path) -> None:
     assert predicted.step_time_s == pytest.approx(best.prediction.step_time_s, rel=1e-9)
     assert predicted.peak_memory_bytes == best.prediction.peak_memory_bytes
     assert (best.plan.degree("data"), best.plan.devices) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("Nemotron_3_Nano", 31.6), ("Nemotron_3_Super", 120.7), ("NemotronH_56B", 56.3), ("Nemotron-H-8B", 8.1)],
+)
+def test_networks_of_state_space_layers_are_planned_as_published(tmp_path: Path, model: str, billions: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("n_layers", "hidden", "n_heads", "vocab"), "")
+    stated = {**sizes, "model": model, "seq_len": "8192", "tp": "1", "pp": "1", "n_accels": "8", "global_batch": "8"}
+    (row,) = rows_of(tmp_path, stated)
+    assert row.run is not None
+    assert isinstance(row.run.network, TransformerShape)
+    config = json.loads(pinned_run(row.run).network)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    assert parameters == parameter_count(row.run.network)
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_a_run_that_does_not_fit_has_a_time_and_says_so(tmp_path: Path) -> None:
