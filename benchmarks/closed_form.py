@@ -28,9 +28,9 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_precision
 from planner.lowering import pass_operators
 from planner.networks import load_network
-from planner.planning.analytic import analytic_breakdown, differing_term
 from planner.planning.configured import Configured
 from planner.planning.prediction import predict_plan
+from planner.planning.rescoring import analytic_breakdown, differing_term
 from planner.plans.pins import Pins
 from planner.plans.plan import Certificate, Plan, Status
 from planner.search.configurations.explored import Placed

@@ -23,8 +23,7 @@ from planner.networks import load_network
 from planner.planning.planning import PlanRequest, capture_for, plan_network
 from planner.search.dynamic_programming import DynamicProgramming, fastest, smallest, solve
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.problem import Problem, Setting
-from planner.search.problem.solution import Solution
+from planner.search.problem.problem import Problem, Setting, Solution
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.profiles import load_profile

@@ -22,8 +22,7 @@ from planner.search import dynamic_programming, recursive_programming, sharding_
 from planner.search.configurations.buckets import USUAL
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.hints import constrained
-from planner.search.problem.problem import Problem, Setting
-from planner.search.problem.solution import Solution
+from planner.search.problem.problem import Problem, Setting, Solution
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.profiles import load_profile

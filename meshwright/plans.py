@@ -14,10 +14,10 @@ from planner.lowering.checked import captured
 from planner.planning import summary
 from planner.planning.comparing import STEP, Compared, why_not
 from planner.planning.documents import prediction_document
+from planner.planning.loading import SimulatedStep, simulated_step
 from planner.planning.mixed_cluster import plan_on_cluster
 from planner.planning.one_stage import Candidate
 from planner.planning.planning import capture_for, with_usual_software
-from planner.planning.simulating import SimulatedStep, simulated_step
 from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 from planner.plans.request import PlanRequest

@@ -32,7 +32,7 @@ from simulator.whole_file import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from planner.planning.simulating import SimulatedStep
+    from planner.planning.loading import SimulatedStep
     from planner.plans.plan import Plan
 
 FloatArray = npt.NDArray[np.float64]
@@ -219,7 +219,7 @@ def drawn_step(step: SimulatedStep) -> Picture:
 def plan_picture(plan: Plan, source: Path) -> Picture:
     """Picture of the simulated step of the plan in the strategy file `source`."""
     from planner.cost.software import machine_of
-    from planner.planning.simulating import simulated_step
+    from planner.planning.loading import simulated_step
 
     return drawn_step(simulated_step(plan, machine_of(plan), source=str(source)))
 

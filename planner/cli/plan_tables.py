@@ -185,7 +185,7 @@ def stages_text(plan: Plan) -> str:
 
 def difference_text(prediction: Prediction) -> str:
     """Where the closed form lies apart from the simulation, empty where both agree."""
-    from planner.planning.analytic import differing_term
+    from planner.planning.rescoring import differing_term
 
     part = differing_term(prediction.analytic, prediction)
     if not part:

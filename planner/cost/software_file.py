@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from planner.cost.layered_parameters import LayeredCoefficients, LayeredParameters
-from planner.cost.stacks import AttentionKernel, Stack
+from planner.cost.stacks import AttentionKernel, LayeredCoefficients, LayeredParameters, Stack
 from simulator.errors import ProfileError
 from simulator.input_file import FileKind
 from simulator.profile_file import REMEDY, validation_problems

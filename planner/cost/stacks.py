@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
@@ -119,3 +120,118 @@ def usual_launch_s(stacks: Stacks) -> float:
     return float(
         np.median([stacks[stack]["launch_s"] for stack in USUAL_STACKS if "launch_s" in stacks.get(stack, {})])
     )
+
+
+USUAL_BALANCE = 300.0
+"""Operations for each element that the memory delivers at which ``products`` of a device hold: about an A100's."""
+
+USUAL_REACH = 13.0
+"""Bytes that the memory delivers in a cycle of a multiprocessor at which ``memory`` of a device holds: an A100's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayeredParameters:
+    """Properties of a device and a software stack that decide the speed of layered networks.
+
+    The defaults are what fits of several devices and stacks lie around: they stand in where nobody fitted.
+
+    Attributes
+    ----------
+    products
+        Share of the peak that wide convolutions and matrix products reach.
+    memory, grouped
+        Share of the memory bandwidth that pointwise kernels and grouped convolutions reach.
+    columns_half, depth_half
+        Width and depth of a product at which its rate is half of that of a wide one. So many rows are also begun in
+        vain: tiles are computed whole.
+    outputs_half
+        Outputs of a product that keep half of the device at work: fewer do not fill all its multiprocessors with tiles.
+    kernel_s, launch_s
+        Seconds that a kernel takes beyond its work, and that the host takes to launch it.
+    unfused
+        Share of the traffic of ReLUs and sums, and of a norm's first pass, that no other kernel does on its way.
+    casts
+        Copies around a convolution on tensor units, to the layout that these take, as a share of what it moves.
+    turned
+        Copies of what a dense layer reads and writes, to the fractal layout of matrix units and back, as a share of
+        what it moves. Scores of attention stay in that layout, and so do images.
+    matmuls
+        Rate of matrix products over that of convolutions.
+    winograd
+        Operations of a 3 x 3 convolution over those that Winograd's algorithm needs, where no tensor unit multiplies.
+    vector
+        Time of softmax, of norms over channels and of GELU over that in which the memory moves what they touch.
+    update_bytes
+        Bytes that a step moves for each weight outside of products. SGD with momentum in one kernel reads gradient,
+        weight and momentum in float32 and writes the last two: 20.
+    layout_bytes
+        Bytes that take as long to move as a weight of a dense layer takes in a step to that layout, and its gradient
+        back; weights of convolutions stay in it.
+    updates
+        Kernels for each tensor of weights outside of the network's operators: its update, casts, clipping.
+    coordination_s
+        Seconds until processes have agreed that a gradient is there everywhere, for the last one of a step.
+    step_overhead_s
+        Seconds of a step outside kernels.
+    crowding
+        Share by which launches and what is outside kernels take longer for each doubling of the devices of a host.
+    pooled
+        Power of the number of devices of a host with which its time for a sample grows: 1 where all share its cores, 0
+        where each has some of its own.
+    exposed
+        Share of the all-reduce that the backward pass does not hide, however long it is.
+    contention
+        Share by which all-reduces beside them slow the kernels of several devices.
+    boxes_s
+        Seconds of a mosaic on the AI CPU, which matches its boxes with the cells of a detector.
+    gates_s
+        Seconds of a channel of a sample that convolutions of a single pixel read or write, forward and backward.
+    host_s
+        Seconds that the host takes to prepare a sample for one device, by kind of sample.
+    """
+
+    products: float = 0.4
+    memory: float = 0.85
+    grouped: float = 0.1
+    columns_half: float = 32.0
+    depth_half: float = 64.0
+    outputs_half: float = 1.5e5
+    kernel_s: float = 5e-6
+    launch_s: float = 1e-5
+    unfused: float = 0.7
+    casts: float = 0.1
+    turned: float = 0.0
+    matmuls: float = 1.0
+    winograd: float = 1.5
+    vector: float = 1.0
+    update_bytes: float = 20.0
+    layout_bytes: float = 0.0
+    updates: float = 1.0
+    coordination_s: float = 0.0
+    step_overhead_s: float = 2e-3
+    crowding: float = 0.1
+    pooled: float = 0.0
+    exposed: float = 0.2
+    contention: float = 0.03
+    boxes_s: float = 0.0
+    gates_s: float = 0.0
+    host_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayeredCoefficients:
+    """Fitted values by device family and by stack, as the profile of the software keeps them.
+
+    A device has fields of `LayeredParameters`, a factor ``launch`` (on the host's time for a launch), ``balance``,
+    ``reach``, ``planes`` and ``untuned``. Its ``products`` are those of a device with `USUAL_BALANCE`: with more
+    operations for each element that the memory delivers, fewer of them are reached, in all precisions alike, with the
+    power ``balance`` of their ratio, and never more than the peak. Its ``memory`` is that of a device with
+    `USUAL_REACH`: the more bytes a multiprocessor is to take in a cycle, the smaller the share that it takes, with the
+    power ``reach`` of their ratio. ``planes`` are the ``casts`` of TF32: tensor units take images with channels last,
+    and frameworks put them so for half precision alone. ``untuned`` is the factor on ``products`` of convolutions whose
+    kernels nobody has tried out. A stack has factors on ``products``, ``memory``, ``grouped`` and ``kernel_s``, the
+    other fields, and ``host_<kind>_s``.
+    """
+
+    devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    stacks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -13,26 +13,24 @@ from planner.graph.experts import experts_of
 from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
-from planner.planning.analytic import analytic_breakdown
-from planner.planning.host_memory import host_refusal
 from planner.planning.prediction import Prediction, predict_plan, with_host
-from planner.planning.rescoring import Contender, Field, Foretold, rescore
+from planner.planning.rescoring import Contender, Field, Foretold, analytic_breakdown, rescore
 from planner.planning.shared_tables import NetworkTables
-from planner.planning.software_memory import held_by_software
+from planner.planning.software_memory import held_by_software, host_refusal
 from planner.planning.unit_ranges import chunks, offload_ranges, recompute_ranges
 from planner.plans.exchange import UNASKED, Exchange
 from planner.plans.pins import Pins
 from planner.plans.plan import Certificate, Plan, Status, expanded_rules
 from planner.search.candidates import that_can_cut
+from planner.search.configurations.agenda import PROOF
 from planner.search.configurations.bounds import work_bound
 from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.explored import Explored, Placed, Unfit, diverse, joined
-from planner.search.configurations.limits import PROOF
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, expert_cut, orders
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.configurations.storage import Held
-from planner.search.exact.elimination import TooWideError
+from planner.search.exact.blocks import TooWideError
 from planner.search.patience import Patience
 from planner.search.problem.hints import first_not_kept
 from planner.search.problem.unaligned import in_runs

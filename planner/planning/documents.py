@@ -26,7 +26,7 @@ def prediction_document(prediction: Prediction) -> Document:
     ``objective_s`` is the step time that the search minimised, null where nothing was searched, ``differing_term``
     the part of the breakdown that tells it from the simulated one, null where both agree within 5 %.
     """
-    from planner.planning.analytic import differing_term
+    from planner.planning.rescoring import differing_term
 
     return {
         "step_time_s": prediction.step_time_s,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import STORED_BYTES, OperatorGraph
@@ -13,9 +14,14 @@ from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import LoweredStages
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
+from planner.planning import summary
+from planner.planning.prediction import Prediction, SimulatedPlan, simulate_plan, write_trace
 from planner.plans.plan import Plan, expanded_rules, optimizer_sharding
 from planner.search.problem.states import SHARING
 from simulator.errors import InputError, StrategyError
+
+if TYPE_CHECKING:
+    from simulator.hardware import Hardware
 
 
 @contextmanager
@@ -108,3 +114,51 @@ def _check_storage(plan: Plan, graph: OperatorGraph) -> None:
                 f"{plan.sharding_threshold_bytes}, but is sharded along the data axis; store it whole or "
                 "lower the threshold"
             )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimulatedStep:
+    """A simulated step: ``found`` holds what ran."""
+
+    plan: Plan
+    hardware: Hardware
+    found: SimulatedPlan = field(repr=False)
+
+    def __repr__(self) -> str:
+        return f"{summary.heading(self.plan, self.hardware)}: {summary.degrees_text(self.plan)}\n{self.prediction!r}"
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the simulation predicts."""
+        return self.found.prediction
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the step as a trace for https://ui.perfetto.dev."""
+        write_trace(self.found, self.plan, path)
+
+
+def simulated_step(
+    plan: Plan, hardware: Hardware, *, graph: OperatorGraph | None = None, source: str = ""
+) -> SimulatedStep:
+    """Simulate one step of a plan.
+
+    Parameters
+    ----------
+    hardware
+        The cluster, as the plan's software runs on it.
+    graph
+        The network at any batch; captured where it is not given.
+    source
+        The strategy file that the plan was read from, which errors name.
+
+    Raises
+    ------
+    StrategyError
+        The plan is of another network, or says what is impossible.
+    """
+    if source:
+        with strategy_graph(plan, source) as checked:
+            found = simulate_plan(plan, checked, hardware)
+    else:
+        found = simulate_plan(plan, checked_graph(plan, graph), hardware)
+    return SimulatedStep(plan=plan, hardware=hardware, found=found)

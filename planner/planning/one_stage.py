@@ -22,9 +22,9 @@ from planner.plans.plan import (
 )
 from planner.search.candidates import ALTERNATIVE, NOTHING_KNOWN, ROOMY, Found, Known, Misfit, Space, closed, explore
 from planner.search.configurations.buckets import USUAL
-from planner.search.exact.elimination import TooWideError
+from planner.search.exact.blocks import TooWideError
 from planner.search.patience import Patience
-from planner.search.problem.solution import Solution, node_rules, parts_of
+from planner.search.problem.problem import Solution, node_rules, parts_of
 from planner.search.problem.unaligned import in_runs
 from planner.search.recursive_programming import with_bound
 from simulator.errors import InputError

@@ -19,15 +19,17 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.recompute import MODES, recomputed
 from planner.lowering.groups import trained_names
 from planner.lowering.options import keeps_messages, recompute_modes, swaps
+from planner.networks import Network
 from planner.networks.marks import Marks, Swap
 from planner.plans.hints import Hint
 from planner.plans.pins import Pins
 from planner.plans.plan import Plan, expanded_rules
+from planner.plans.request import PlanRequest
 from planner.search.configurations.pin_checks import CHUNKS
 from planner.search.problem.hints import first_not_kept
 from planner.search.stages.unit_pins import UnitPins
 from planner.sharding.cuts import OperatorCuts
-from simulator.errors import ContextError, UnsupportedError
+from simulator.errors import ContextError, InputError, UnsupportedError
 from simulator.program import Kernel, Phase
 
 WRAPPERS = ("_backbone", "network", "module")
@@ -361,3 +363,63 @@ def _listed(names: Iterable[object], most: int = 4) -> str:
     found: Sequence[str] = [str(name) for name in names]
     rest = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + rest
+
+
+SEMI_AUTOMATIC = "semi_auto_parallel"
+
+
+def marked(
+    request: PlanRequest, network: Network, graph: OperatorGraph, units: Chain, pins: Pins
+) -> tuple[Pins, PlacedMarks | None]:
+    """Marks of modules on the units of the network, those of the request over those of its code, and pins with them.
+
+    Raises
+    ------
+    InputError
+        Marks name no module, contradict each other or the pins.
+    """
+    own = network.marks or Marks()
+    marks = request.marks.over(own) if request.marks else own
+    if not marks:
+        return pins, None
+    placed = PlacedMarks(marks, graph, units)
+    stages = placed.stage_count()
+    if stages is not None:
+        pins = with_stages(pins, stages, marks.virtual)
+    if marks.recompute and pins.recompute is not None:
+        raise InputError(
+            f"pin recompute={pins.recompute} and recompute() of {next(iter(marks.recompute))!r} both say what is "
+            "computed again; leave one of them out"
+        )
+    return replace(pins, by_unit=bool(marks.stages or marks.recompute or marks.offload)), placed
+
+
+def with_groups(request: PlanRequest, placed: PlacedMarks) -> PlanRequest:
+    """The request with the groups that gradients travel in.
+
+    Raises
+    ------
+    InputError
+        All-reduces are fused by places as well.
+    """
+    groups = placed.fusion()
+    if not groups:
+        return request
+    if request.exchange.fusion_places:
+        raise InputError(
+            f"comm_fusion of {next(iter(groups))!r} and all-reduces fused by the places "
+            f"{list(request.exchange.fusion_places)} both say which gradients travel together; leave one of them out"
+        )
+    exchange = replace(request.exchange, fusion_groups=tuple(groups.items()))
+    return replace(request, exchange=exchange)
+
+
+def semi_automatic(request: PlanRequest, pins: Pins) -> Pins:
+    """Pins with which nothing but the batch is sharded, where no operator is configured in semi-automatic mode.
+
+    There are as many pipeline stages as are asked for.
+    """
+    if request.parallel_mode != SEMI_AUTOMATIC:
+        return pins
+    pins = replace(pins, pp=pins.pp or 1)
+    return pins if request.hints else replace(pins, tp=pins.tp or 1, cp=pins.cp or 1, ep=pins.ep or 1)

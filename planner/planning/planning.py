@@ -22,7 +22,7 @@ from planner.planning.explanations import (
     pin_messages,
     reason,
 )
-from planner.planning.found_configurations import FoundConfigurations, least_objective_s
+from planner.planning.found_configurations import FoundConfigurations, least_objective_s, search_tighter, told
 from planner.planning.hosted import as_simulated, simulated_costs
 from planner.planning.infeasible import why_infeasible
 from planner.planning.one_stage import Candidate, OneStage, OneStagePlans, search_one_stage
@@ -44,7 +44,6 @@ from planner.planning.refining import refined
 from planner.planning.rescoring import RESCORED, Field, rescore, said_of
 from planner.planning.setting import SearchSetting, setting_of
 from planner.planning.shared_tables import SharedTables
-from planner.planning.tighter import search_tighter, told
 from planner.plans.pins import Pins
 from planner.plans.plan import Status
 from planner.plans.request import PlanRequest

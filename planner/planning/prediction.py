@@ -11,15 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.cost.memory.doubt import probability_to_fit
+from planner.cost.memory.figures import probability_to_fit
 from planner.cost.software import uncertainty_of
 from planner.cost.work import trained_dtype
 from planner.graph.experts import experts_of
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
-from planner.planning.host_memory import host_memory_bytes
 from planner.planning.mixed_pipeline import lower_mixed
-from planner.planning.software_memory import software_memory
+from planner.planning.software_memory import host_memory_bytes, software_memory
 from planner.planning.start_time import start_s
 from planner.plans.plan import Plan
 from planner.plans.request import PRECISIONS

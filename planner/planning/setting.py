@@ -17,8 +17,7 @@ from planner.networks import Network, load_network
 from planner.networks.marks import Swap, layerwise_names
 from planner.planning.configured import Configured
 from planner.planning.hosted import check_host_speed, check_host_tables
-from planner.planning.marked import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
-from planner.planning.placing import PlacedMarks
+from planner.planning.placing import SEMI_AUTOMATIC, PlacedMarks, marked, semi_automatic, with_groups
 from planner.planning.prediction import check_products
 from planner.planning.refining import largest_threshold
 from planner.planning.shared_tables import NetworkTables, SharedTables

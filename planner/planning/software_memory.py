@@ -8,31 +8,41 @@ measured on published runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
+from itertools import takewhile
+from typing import Any
 
 from planner.cost.memory.device import layer_bytes, training_memory
 from planner.cost.memory.figures import MemoryEstimate
+from planner.cost.memory.parameters import parameter_count
 from planner.cost.memory.states import gradient_width, usual_gradient_bytes
 from planner.cost.memory_traits import UNEVEN_ROUTING
 from planner.cost.software import software_named
 from planner.cost.stacks import AttentionKernel, Stack, family_of
 from planner.cost.training_run import (
+    Experts,
+    LatentAttention,
     OptimizerSharding,
     Recompute,
     TrainingRun,
     TrainingSetup,
     TransformerShape,
 )
-from planner.cost.work import trained_dtype
+from planner.cost.work import optimizer, state_bytes, trained_dtype
+from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, STORED_BYTES, OperatorGraph
-from planner.planning.network_shape import shape_of
+from planner.networks import Network, load_network
+from planner.networks.decoder.gpt import ZooGPT
+from planner.networks.decoder.llama import ZooLlama
+from planner.networks.decoder.mixtral import ZooMixtral
 from planner.plans.plan import Plan, deals_experts, stored_parameters
 from planner.search.configurations.storage import Held
 from planner.search.units.records import RECOMPUTE
 from simulator.errors import InputError
 from simulator.hardware import Hardware
+from simulator.quantities import bytes_text
 
 _BY_OPERATOR = (Stack.EAGER, Stack.COMPILED)
 """Stacks whose selective recomputation keeps every second product (torchtitan), not all but the attention core."""
@@ -216,3 +226,183 @@ def _recomputed(plan: Plan, chunks: tuple[range, ...]) -> Iterator[tuple[int, in
     for rank in range(plan.pipeline):
         own = [modes.get(n, "") for place, chunk in zip(ranks, chunks, strict=False) if place == rank for n in chunk]
         yield own.count(str(Recompute.FULL)), own.count(str(Recompute.SELECTIVE))
+
+
+_WITH_SIZES = ("zoo:", "hf:")
+"""Sources of networks whose sizes are known without their code."""
+_TOLERANCE = 0.01
+"""Share of the parameters that sizes may leave out: norms of queries and keys, biases, gates of a shared expert."""
+_QUERY_NORM = re.compile(r"\bq(uery)?_(layer)?norm\b")
+_ROTARY_KEYS = ("rope_theta", "rope_parameters", "rotary_pct", "rotary_dim")
+
+
+def shape_of(spec: str, sequence: int | None, graph: OperatorGraph) -> TransformerShape | None:
+    """Sizes of a decoder of equal layers, dense or of experts; None for any other network.
+
+    Sizes from a configuration count only if they give the number of parameters that the network has.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded or not, at any batch.
+    """
+    if not spec.startswith(_WITH_SIZES) or sequence is None:
+        return None
+    normalised = any(_QUERY_NORM.search(parameter.name) for parameter in graph.parameters)
+    return _shape(spec, sequence, graph.fingerprint, _parameters(graph), normalised)
+
+
+def _parameters(graph: OperatorGraph) -> int:
+    """Parameters of the network, but for those of adapters: where some are frozen, only these are its own."""
+    own = [p for p in graph.parameters if not p.gradient] or graph.parameters
+    return sum(graph.multiplicity[p.node] * graph.nodes[p.node].outputs[0].elements for p in own)
+
+
+@lru_cache(maxsize=64)
+def _shape(spec: str, sequence: int, _fingerprint: str, parameters: int, normalised: bool) -> TransformerShape | None:
+    """Sizes of a specification; the fingerprint tells apart what files held at different times."""
+    network = load_network(spec, sequence_length=sequence)
+    found = _built_in(network, sequence)
+    if found is not None or not network.config:
+        return found
+    try:
+        shapes = [replace(shape, normalised_queries=normalised) for shape in _described(network, sequence)]
+    except (InputError, KeyError, TypeError, ZeroDivisionError):
+        return None  # a key is left out or means something else there
+    near = min(shapes, key=lambda shape: abs(parameter_count(shape) - parameters), default=None)
+    return near if near and abs(parameter_count(near) - parameters) <= _TOLERANCE * parameters else None
+
+
+def _built_in(network: Network, sequence: int) -> TransformerShape | None:
+    known = network.decoder
+    if isinstance(known, ZooGPT):
+        sizes = known.config
+        return TransformerShape(
+            name=network.name, layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads,
+            key_value_heads=sizes.heads, head_size=sizes.hidden // sizes.heads, feed_forward=4 * sizes.hidden,
+            vocabulary=sizes.vocabulary, sequence_length=sequence, learned_positions=sizes.positions,
+        )  # fmt: skip
+    if not isinstance(known, ZooLlama):
+        return None
+    experts, llama = None, known.config
+    if isinstance(known, ZooMixtral):
+        count = known.config
+        experts = Experts(count=count.experts, per_token=count.chosen_experts, feed_forward=count.intermediate)
+    return TransformerShape(
+        name=network.name, layers=llama.layers, hidden=llama.hidden, heads=llama.heads,
+        key_value_heads=llama.key_value_heads, head_size=llama.hidden // llama.heads, feed_forward=llama.intermediate,
+        vocabulary=llama.vocabulary, sequence_length=sequence, gated=True, rms_norm=True, biases=False, rotary=True,
+        experts=experts, tied_embeddings=False,
+    )  # fmt: skip
+
+
+def _described(network: Network, sequence: int) -> Iterator[TransformerShape]:
+    """Read the sizes from a configuration, which does not say whether feed-forward layers have a gate: both ways."""
+    config = network.config
+    hidden, heads = _stated(config, "hidden_size", "n_embd"), _stated(config, "num_attention_heads", "n_head")
+    layers = _stated(config, "num_hidden_layers", "n_layer")
+    inner = _stated(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
+    positions = _stated(config, "max_position_embeddings", "n_positions", default=0)
+    rotary = any(key in config for key in _ROTARY_KEYS)
+    rms = any("rms" in key for key in config)
+    experts = _experts(config, inner)
+    for gated in (True, False):
+        yield TransformerShape(
+            name=network.name, layers=layers, hidden=hidden, heads=heads,
+            key_value_heads=1 if config.get("multi_query") else _stated(config, "num_key_value_heads", default=heads),
+            head_size=_stated(config, "head_dim", default=hidden // heads),
+            feed_forward=inner, vocabulary=_stated(config, "vocab_size"), sequence_length=sequence, gated=gated,
+            rms_norm=rms, biases=not rms, rotary=rotary, learned_positions=0 if rotary else positions,
+            dropout=any(note.startswith("dropout is left out") for note in network.notes),
+            tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+            experts=experts, latent_attention=_latent(config),
+        )  # fmt: skip
+
+
+def _stated(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of some sizes that a configuration states."""
+    found = next((config[key] for key in keys if config.get(key)), default)
+    if found is None:
+        raise KeyError(keys[0])
+    return int(found)
+
+
+def _experts(config: Mapping[str, Any], inner: int) -> Experts | None:
+    count = _stated(config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", default=0)
+    if count < 2:
+        return None
+    width = _stated(config, "moe_intermediate_size", default=inner)
+    kinds = config.get("mlp_layer_types") or ()
+    dense = _stated(config, "first_k_dense_replace", default=len(list(takewhile(lambda kind: kind == "dense", kinds))))
+    return Experts(
+        count=count,
+        per_token=_stated(config, "num_experts_per_tok", "num_experts_per_token", "moe_k"),
+        feed_forward=width,
+        shared_feed_forward=_stated(
+            config, "shared_expert_intermediate_size", default=width * _stated(config, "n_shared_experts", default=0)
+        ),
+        dense_layers=dense,
+    )
+
+
+def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    return LatentAttention(
+        query_rank=int(config.get("q_lora_rank") or 0),
+        key_value_rank=_stated(config, "kv_lora_rank"),
+        rotary_head=_stated(config, "qk_rope_head_dim"),
+        plain_head=_stated(config, "qk_nope_head_dim"),
+        value_head=_stated(config, "v_head_dim"),
+    )
+
+
+_GRADIENT_BYTES = 4
+"""Gradients of states on the host wait there in float32, as its optimizer takes them (ZeRO-Offload,
+arXiv:2101.06840)."""
+
+
+def host_memory_bytes(plan: Plan, graph: OperatorGraph, devices_per_node: int) -> int:
+    """Bytes that the host of one node holds of parameters, gradients and optimizer states; 0 with all on the devices.
+
+    States are shared out over the ranks that shard them; a node has those of its own devices. What lies on disk does
+    not count.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded or not.
+    """
+    moved = plan.offload_optimizer or plan.offload_parameters
+    if (not moved or plan.offload_to != "host") and not plan.host_embeddings:
+        return 0
+    update, on_host = optimizer(plan.optimizer), host_tables(graph).parameters if plan.host_embeddings else ()
+    ranks = plan.devices // sharing(plan)
+    total = 0.0
+    for parameter in graph.parameters:
+        node, trained = parameter.node, parameter.gradient is not None
+        spec = graph.nodes[node].outputs[0]
+        elements = graph.multiplicity[node] * spec.elements
+        there = node in on_host
+        if trained and (there or (plan.offload_optimizer and plan.offload_to == "host")):
+            total += elements * (state_bytes(update, spec.dtype) + _GRADIENT_BYTES)
+        if there or (plan.offload_parameters and plan.offload_to == "host"):
+            total += graph.multiplicity[node] * spec.size_bytes
+    nodes = max(1, plan.devices // devices_per_node)
+    return round(total * ranks / nodes)
+
+
+def host_refusal(held_bytes: int, limit_bytes: float) -> str:
+    """Why a plan does not fit the host, and what to do."""
+    return (
+        f"host memory binds: a node's host would hold {bytes_text(held_bytes)} of parameters, gradients and optimizer "
+        f"states, of {bytes_text(limit_bytes)}; use more nodes, --pin offload_to=disk, or --pin offload_optimizer=false"
+    )
+
+
+def sharing(plan: Plan) -> int:
+    """Devices that together hold one copy of the states: all but those of replicas that share none."""
+    if plan.optimizer_sharding == "none":
+        return plan.devices // (plan.degree("data") * plan.degree("context"))
+    replicas = plan.degree("data") // plan.shard_size if plan.shard_size else 1
+    return plan.devices // max(1, replicas)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.cost.layered_parameters import LayeredCoefficients
 from planner.cost.software_file import (
     ANY,
     SHIPPED,
@@ -24,7 +23,7 @@ from planner.cost.software_file import (
     shipped_software,
     write_software,
 )
-from planner.cost.stacks import family_of
+from planner.cost.stacks import LayeredCoefficients, family_of
 from planner.cost.training_run import LayeredNetwork, TrainingRun, TransformerShape
 from planner.published.fitting import Fit, FloatArray, Responses, StepFit, responses
 from planner.published.fitting_layered import LayeredFit, fit_layered

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from planner.cost.layered_parameters import LayeredCoefficients
-from planner.cost.stacks import Stack, family_of
+from planner.cost.stacks import LayeredCoefficients, Stack, family_of
 from planner.cost.training_run import LayeredNetwork, TrainingRun
 from planner.published.fitting import Prior
 from planner.published.layered.prediction import parameter_columns, parameters_of

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import get_args
 
-from planner.cost.memory.in_flight import V_SHAPED, schedule_name
-from planner.cost.memory.parameters import local_vocabulary
+from planner.cost.memory.parameters import V_SHAPED, local_vocabulary, schedule_name
 from planner.cost.memory.states import usual_gradient_bytes
 from planner.cost.memory_traits import traits_of
 from planner.cost.software import with_settings

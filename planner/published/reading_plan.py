@@ -6,8 +6,7 @@ import math
 import re
 from dataclasses import replace
 
-from planner.cost.memory.in_flight import V_SHAPED, schedule_name
-from planner.cost.memory.parameters import even_chunks
+from planner.cost.memory.parameters import V_SHAPED, even_chunks, schedule_name
 from planner.cost.stacks import Stack
 from planner.cost.training_run import LayeredNetwork, OptimizerSharding, TrainingSetup, TransformerShape
 from planner.networks.adapters import ALL_LINEAR

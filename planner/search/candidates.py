@@ -16,13 +16,10 @@ from planner.search import dynamic_programming, recursive_programming, sharding_
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import Extent
 from planner.search.dynamic_programming import fastest, least_bytes, once_s
-from planner.search.problem.by_data import FREE_AXES, rest_by_data
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.hints import check_cuts, constrained, targets
-from planner.search.problem.parts import Parts
-from planner.search.problem.problem import Problem, Setting
-from planner.search.problem.solution import Solution
-from planner.search.problem.together import time_together
+from planner.search.problem.hints import FREE_AXES, check_cuts, constrained, rest_by_data, targets
+from planner.search.problem.parts import Parts, time_together
+from planner.search.problem.problem import Problem, Setting, Solution
 from planner.search.problem.variables import Decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.checks import divisors
@@ -49,7 +46,7 @@ HOPELESS = 3.0
 class Space:
     """Everything that is fixed for all candidates of one request; ``graph`` is at batch 1.
 
-    With ``rest_by_data`` operators without a hint shard the batch (`planner.search.problem.by_data`).
+    With ``rest_by_data`` operators without a hint shard the batch (`planner.search.problem.hints`).
     """
 
     graph: OperatorGraph

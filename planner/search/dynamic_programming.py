@@ -14,17 +14,14 @@ from weakref import finalize
 
 import numpy as np
 
-from planner.search.exact.blocks import Variables
-from planner.search.exact.certified import Exact
-from planner.search.exact.costing import PROOF, Costing, Stop
-from planner.search.exact.elimination import TooWideError
+from planner.search.exact.blocks import TooWideError, Variables
+from planner.search.exact.certified import PROOF, Costing, Exact, Stop
 from planner.search.exact.folded import Weights
 from planner.search.exact.limited import Limited
 from planner.search.exact.model import model_of, possible, undominated
 from planner.search.exact.pareto import MAX_PAIRS
 from planner.search.exact.wide import WideSearch
-from planner.search.problem.problem import Problem
-from planner.search.problem.solution import Solution
+from planner.search.problem.problem import Problem, Solution
 from planner.search.problem.variables import Kind
 
 

@@ -23,11 +23,9 @@ from functools import partial
 
 from planner.search import dynamic_programming
 from planner.search.exact.pareto import MAX_PAIRS
-from planner.search.memory_price import within_limit
 from planner.search.problem.layered_tables import LayeredTables
-from planner.search.problem.problem import Problem
-from planner.search.problem.solution import Solution
-from planner.search.sequential import Descent, by_distance, by_weight
+from planner.search.problem.problem import Problem, Solution
+from planner.search.sequential import Descent, by_distance, by_weight, within_limit
 
 
 def solve(problem: Problem, memory_limit_bytes: float, *, bound: bool = False) -> Solution | None:

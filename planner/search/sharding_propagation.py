@@ -26,14 +26,12 @@ from numpy.typing import NDArray
 from planner.graph.operator_graph import TensorRef
 from planner.plans.hints import Hint
 from planner.search import dynamic_programming
-from planner.search.exact.elimination import TooWideError
-from planner.search.memory_price import within_limit
+from planner.search.exact.blocks import TooWideError
 from planner.search.problem.hints import Target, Targets, constrained, mask_of, targets
 from planner.search.problem.layered_tables import LayeredTables
-from planner.search.problem.problem import Problem, choices_of
-from planner.search.problem.solution import Solution
+from planner.search.problem.problem import Problem, Solution, choices_of
 from planner.search.problem.variables import Kind
-from planner.search.sequential import Descent, by_distance, by_weight
+from planner.search.sequential import Descent, by_distance, by_weight, within_limit
 from planner.sharding.placement import placement_name
 from simulator.errors import InputError, UnsupportedError
 

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.memory.doubt import probability_to_fit
+from planner.cost.memory.figures import probability_to_fit
 from planner.planning.documents import prediction_document
 from planner.planning.planning import PlanRequest, plan_network
 from planner.planning.prediction import Prediction, predict_plan

@@ -10,7 +10,7 @@ import pytest
 
 from planner.cost.memory.parameters import parameter_count
 from planner.networks import load_network
-from planner.planning.network_shape import shape_of
+from planner.planning.software_memory import shape_of
 
 LENGTH = 64
 SMALL: dict[str, Any] = {

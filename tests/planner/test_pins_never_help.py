@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.planning.analytic import AGREES
 from planner.planning.planning import Candidate, capture_for, plan_network
+from planner.planning.rescoring import AGREES
 from planner.planning.shared_tables import SharedTables
 from planner.plans.pins import Pins
 from planner.plans.request import PlanRequest

@@ -16,9 +16,9 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_precision
 from planner.lowering.checked import checked_graph, precision_dtype
 from planner.planning import one_stage, planning
-from planner.planning.analytic import differing_term
 from planner.planning.planning import PlanRequest, SearchResult, capture_for, plan_network
 from planner.planning.prediction import Prediction, predict_plan, simulate_plan
+from planner.planning.rescoring import differing_term
 from planner.plans.file import plan_to_text, read_plan, write_plan
 from planner.plans.pins import PIN_NAMES, Pins
 from planner.plans.plan import Plan, Status, optimizer_sharding, stored_parameters

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.memory.in_flight import WEIGHT_GRADIENT_SHARE, micro_batches_in_flight
+from planner.cost.memory.parameters import WEIGHT_GRADIENT_SHARE, micro_batches_in_flight
 from simulator.errors import InputError, ProgramError
 from simulator.pipeline_memory import PipelineBytes, RankMemory, pipeline_memory
 from simulator.program import BufferKind

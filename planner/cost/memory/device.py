@@ -12,8 +12,6 @@ from functools import lru_cache
 
 from planner.cost.memory.activations import LayerActivations, bias_bytes, layer_activations
 from planner.cost.memory.figures import MemoryEstimate, StageMemory
-from planner.cost.memory.in_flight import stage_residency
-from planner.cost.memory.outside import context_bytes, workspace_bytes
 from planner.cost.memory.parameters import (
     RankParameters,
     StageContent,
@@ -22,8 +20,17 @@ from planner.cost.memory.parameters import (
     local_vocabulary,
     stage_contents,
     stage_parameters,
+    stage_residency,
 )
-from planner.cost.memory.states import RankStates, accumulated_apart, shards, states_of, step_bytes
+from planner.cost.memory.states import (
+    RankStates,
+    accumulated_apart,
+    context_bytes,
+    shards,
+    states_of,
+    step_bytes,
+    workspace_bytes,
+)
 from planner.cost.memory_traits import (
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,

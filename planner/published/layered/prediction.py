@@ -11,10 +11,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from planner.cost.layered_parameters import USUAL_BALANCE, USUAL_REACH, LayeredCoefficients, LayeredParameters
 from planner.cost.memory.device import peak_memory
 from planner.cost.software_file import SoftwareFile
-from planner.cost.stacks import Stack
+from planner.cost.stacks import USUAL_BALANCE, USUAL_REACH, LayeredCoefficients, LayeredParameters, Stack
 from planner.cost.training_run import LayeredNetwork, RunPrediction, TrainingRun
 from planner.published.layered.table import (
     FloatArray,

@@ -1,31 +1,149 @@
-"""What a search over configurations has yet to open, and which node it opens next."""
+"""What a search over configurations has yet to open, which node it opens next, and how far it goes."""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 
 from planner.search.configurations.bounds import weight
-from planner.search.configurations.explored import PER_SHAPE, Explored, shape_of
-from planner.search.configurations.limits import (
-    DIVE,
-    LABELLED,
-    LOOSE,
-    NEAR,
-    NODES,
-    OTHERS,
-    PROOF,
-    PROOFS,
-    SOLVES,
-    TABLES,
-    WORK,
-)
-from planner.search.configurations.nodes import OPTIMISM, Depth, SearchNode, TableNumbers
+from planner.search.configurations.explored import PER_SHAPE, Explored, Placed, shape_of
+from planner.search.configurations.step_model import Configuration
 from planner.search.patience import Patience
+from planner.search.stages.fragments import WIDTH, FloatArray
+from planner.search.stages.task import PartitionTask, simplified
+from planner.search.stages.turn_search import SHORT
 from planner.search.units.labels import StageTables
+
+# How far a search goes is counted, not timed, so that every machine finds the same.
+
+SOLVES = 96
+"""Most partitions of one search."""
+TABLES = 96
+"""Most tables of one search, as `weight` and `TABLE_AGAIN` count them."""
+LABELLED = 48
+"""Most tables whose labels are made once a plan is found, each counted as the first one with its axes."""
+PROOFS = 64
+"""Tables whose labels are made beside those for the sake of the proof, the least bounds first, counted likewise."""
+DIVE = 6
+"""After so many tables each, the search goes for a plan before it makes more."""
+TABLE_AGAIN = 0.05
+"""How much others with the same axes count: they are made together with the first."""
+NODES = 40_000
+"""Most nodes that are opened in one search."""
+WORK = {"bounds": 1500, "partition": 450}
+"""Memory bounds, and kinds of units in partitions, that one search may count: one that has found a plan ends behind
+those bounds, and behind those partitions what is left is bounded alone. Counts, so that every machine finds the same.
+"""
+IDEALISED = 4
+"""How many times as much a bound counts that partitions units which cannot be divided."""
+NEAR = 1.3
+"""Alternatives are looked for up to so many times the best objective."""
+ALIKE = 1.01
+"""Storages of one configuration whose bounds lie that near one another are timed together."""
+OTHERS = 500
+"""Nodes that are opened for them at most where enough plans are there that differ less."""
+NAMED = 32
+"""Configurations of which it is said by how much they do not fit where none does."""
+LOOSE = 4
+"""After so many partitions with several chunks a rank, it counts how far they lie from their bounds."""
+PROOF = 1e-9
+"""Relative distance to the bound up to which a plan counts as proven to be the best."""
+
+
+BY_TURNS = 1e-3
+"""By how much the bound of one more base of a stage mesh counts as higher when bases are opened."""
+VERY_SHORT = 4
+"""Units of a chain up to which all ways are tried at once."""
+WIDEST = WIDTH * 8
+"""Most ways of a fragment where fewer do not prove a partition."""
+
+
+class Depth(IntEnum):
+    """How far a configuration is looked into."""
+
+    BASE = 0
+    ANY_ORDER = 1
+    ORDERS = 2
+    ORDER = 3
+    EVEN = 4
+    STATES = 5
+    CHAINED = 6
+    WHOLE = 7
+    STORAGE = 8
+    TIMED = 9
+    BOUNDED = 10
+    SOLVED = 11
+
+
+OPTIMISM = {
+    Depth.BASE: 1.1,
+    Depth.ANY_ORDER: 1.08,
+    Depth.ORDERS: 1.08,
+    Depth.ORDER: 1.08,
+    Depth.EVEN: 1.05,
+    Depth.STATES: 1.05,
+    Depth.CHAINED: 1.05,
+    Depth.WHOLE: 1.05,
+    Depth.STORAGE: 1.0,
+    Depth.TIMED: 1.0,
+    Depth.BOUNDED: 1.0,
+    Depth.SOLVED: 1.0,
+}
+"""How far bounds of each stage usually lie below the objective: whose bound times this is least is opened first."""
+
+
+@dataclass(slots=True)
+class SearchNode:
+    """A configuration, or several orders of its axes, that wait to be opened; ``key`` numbers its table of labels.
+
+    ``least_s`` bounds it in each of its `LeastStates`. With ``gain_s`` it stands for the same with states on the host
+    as well, which may take so much less. ``siblings`` are it and those that are stored in other ways, with their
+    bounds: they are timed together, ``chain_s`` as a chain.
+    """
+
+    stage: Depth
+    configuration: Configuration
+    task: PartitionTask | None = None
+    placed: Placed | None = None
+    width: int = WIDTH
+    others: tuple[Configuration, ...] = ()
+    least_s: FloatArray | None = None
+    gain_s: float = 0.0
+    chain_s: float | None = None
+    siblings: list[tuple[float, SearchNode]] = field(default_factory=list)
+    waits: bool = False
+    key: int = -1
+
+
+class TableNumbers:
+    """Numbers of the tables of labels that configurations have, the same for equal `Configuration.table_key`."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def of(self, configuration: Configuration) -> int:
+        """Number of the table of a configuration."""
+        c = configuration
+        degrees = (c.pipeline, c.data, c.context, c.expert, c.tensor)
+        ways = (*degrees, c.order, c.micro_batch, c.context_algorithm, c.all_replicas)
+        if ways not in self._numbers:
+            self._numbers[ways] = self._numbers.setdefault(c.table_key, len(self._numbers))
+        return self._numbers[ways]
+
+
+def worth_widening(task: PartitionTask, width: int) -> bool:
+    """Whether more ways of a fragment, or of a unit in a short chain, may prove what fewer did not."""
+    if task.pieces == 1:
+        return False
+    few = simplified(task) is not task
+    if task.chunks > 1:
+        return few and task.units <= SHORT and width == WIDTH
+    return width < WIDEST and (task.units <= SHORT or not few)
 
 
 class Agenda:

@@ -19,7 +19,7 @@ from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
 from planner.search.configurations.storage import Storages
 from planner.search.configurations.stored_ways import uneven_passes_s
-from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
+from planner.search.stages.block_bounds import chunk_times, least_busiest, least_ranks, least_turns, longer
 from planner.search.stages.chain_bound import LONG, chain_bound, chain_bounds, unlike, values_bounds
 from planner.search.stages.fragments import (
     BACKLOG,
@@ -32,7 +32,6 @@ from planner.search.stages.fragments import (
     Fragments,
     IntArray,
 )
-from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.task import PartitionTask
 from planner.search.units.labels import StageTables
 from simulator.corrections import kernel_factor

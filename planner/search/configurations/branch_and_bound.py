@@ -6,7 +6,7 @@ all ways to run units: their time shared out evenly, then whole, then with state
 between boundary states) to storages of labels (bounded by what stands on all ranks, by time, then with the memory
 limit), whose stages are then partitioned: cheap bounds come first. The search ends when no bound lies under the best
 objective found and enough plans are there to choose from, or after `SOLVES` partitions
-(`planner.search.configurations.limits`).
+(`planner.search.configurations.agenda`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.search.configurations.agenda import Agenda
+from planner.search.configurations.agenda import (
+    ALIKE,
+    BY_TURNS,
+    IDEALISED,
+    NAMED,
+    NEAR,
+    OPTIMISM,
+    PROOF,
+    SOLVES,
+    TABLE_AGAIN,
+    VERY_SHORT,
+    WIDEST,
+    Agenda,
+    Depth,
+    SearchNode,
+    worth_widening,
+)
 from planner.search.configurations.bounds import (
     chained_bound,
     chains_s,
@@ -37,27 +53,9 @@ from planner.search.configurations.bounds import (
 from planner.search.configurations.configuration import AXES
 from planner.search.configurations.explored import Explored, Placed, Unfit, shape_of
 from planner.search.configurations.least_states import LeastStates, least_states_of
-from planner.search.configurations.limits import (
-    ALIKE,
-    IDEALISED,
-    NAMED,
-    NEAR,
-    PROOF,
-    SOLVES,
-    TABLE_AGAIN,
-)
-from planner.search.configurations.nodes import (
-    BY_TURNS,
-    OPTIMISM,
-    VERY_SHORT,
-    WIDEST,
-    Depth,
-    SearchNode,
-    worth_widening,
-)
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
-from planner.search.exact.elimination import TooWideError
+from planner.search.exact.blocks import TooWideError
 from planner.search.patience import Patience
 from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.fragments import WIDTH, FloatArray

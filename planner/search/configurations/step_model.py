@@ -58,13 +58,10 @@ from planner.cost.work import NARROW_RANGE
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.graph.recompute import MODES
 from planner.search.configurations.configuration import AXES, Configuration, unstored
-from planner.search.configurations.data_messages import DataMessages
-from planner.search.configurations.messages import sends_s, told_s, unit_sums_s, whole_sums_s
-from planner.search.configurations.own_links import apart_s
+from planner.search.configurations.messages import DataMessages, sends_s, told_s, unit_sums_s, whole_sums_s
 from planner.search.configurations.passes import Row, beside, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
-from planner.search.configurations.state_times import StateTimes
-from planner.search.configurations.storage import Storages, scatters_each
+from planner.search.configurations.storage import Storage, Storages, scatters_each
 from planner.search.configurations.stored_ways import (
     JoinedUnits,
     StoredWays,
@@ -92,7 +89,7 @@ __all__ = ["AXES", "Configuration", "StepModel", "StoredWays"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepModel(StateTimes):
+class StepModel(Storage):
     """Turns labels into fragments and partition tasks of a configuration.
 
     ``unit_pins`` are what is fixed of single units. ``gradient_dtype`` is what gradients are summed in, empty for that
@@ -158,7 +155,7 @@ class StepModel(StateTimes):
             still_sends=shape.still_sends,
             uneven_s=partial(uneven_passes_s, configuration, together) if configuration.virtual > 1 else None,
             cuts=self.unit_pins.cuts,
-            apart_s=apart_s(stored, self.hardware, tables, joined, configuration, shape),
+            apart_s=joined.step_s(stored, self.hardware, tables, configuration, shape),
         )
 
     def joined(self, tables: StageTables, configuration: Configuration) -> JoinedUnits:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planner.search.configurations.configuration import Configuration
-from planner.search.configurations.messages import BatchSums
+from planner.search.configurations.messages import BatchSums, sends_s
 from planner.search.configurations.passes import Row
 from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s, turns_apart_s, uneven_s
 from planner.search.stages.fragments import COLUMNS, FloatArray, Fragments, IntArray
 from planner.search.stages.task import Partition
+from simulator.hardware import Hardware
+from simulator.topology import meeting_distance, neighbour_distances
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
@@ -223,25 +225,90 @@ class JoinedUnits:
         parts = zip(ends, self.entries, self.exits, self.numbers, strict=True)
         return [Fragments(values[begin:end], entry, leave, rows) for (begin, end), entry, leave, rows in parts]
 
-    def apart_s(
+    def picked(self, tables: StageTables, labels: Sequence[int]) -> IntArray:
+        """(units,) places of the ways that the labels of a partition name, in the order of the network."""
+        return np.append(0, self.ends)[list(tables.chain.positions)] + np.array(labels)
+
+    def step_s(
+        self,
+        stored: StoredWays,
+        hardware: Hardware,
+        tables: StageTables,
+        c: Configuration,
+        shape: ScheduleShape,
+    ) -> Callable[[Partition], float] | None:
+        """Seconds of the step of a partition whose ranks or links differ in what the sum over turns leaves out.
+
+        A partition takes every message over a cut as long as the mean of all pairs of neighbours. Where messages stop
+        kernels, what one rank of a balanced pipeline sends over the slowest links is not hidden by the others: its
+        turns take longer. GPipe waits for its slowest link in every pass.
+        """
+        if c.in_a_row:
+            sends = None if shape.still_sends else self._own_sends(hardware, tables, c, shape)
+            return self._apart_s(stored, tables, c, sends)
+        return self._apart_s(stored, tables, c) or self._own_links_s(hardware, tables, c, shape)
+
+    def _own_sends(
+        self, hardware: Hardware, tables: StageTables, c: Configuration, shape: ScheduleShape
+    ) -> Callable[[Partition], tuple[FloatArray, FloatArray]] | None:
+        """Seconds (cuts,) of both ways over each cut of a partition: over its own links, and over the mean of all.
+
+        None where all links are alike, and of schedules whose ranks hold chunks of both directions.
+        """
+        neighbours = neighbour_distances(hardware, c.pipeline, c.stride("pipeline"))
+        if len(neighbours) < 2 or not np.array_equal(shape.rank_of, np.arange(len(shape.rank_of)) % c.pipeline):
+            return None
+        pairs = pairwise((shape.rank_of * c.stride("pipeline")).tolist())
+        apart = [meeting_distance(hardware, *sorted(pair)) for pair in pairs]
+        distances = sorted(set(apart))
+        tabled = np.stack([sends_s(hardware, tables, ((one, 1.0),)) for one in distances])
+        usual, links = sends_s(hardware, tables, neighbours), np.searchsorted(distances, apart)
+
+        def seconds(found: Partition) -> tuple[FloatArray, FloatArray]:
+            cuts = np.array(found.ends[:-1])
+            states = np.asarray(self.labels.entry)[self.picked(tables, found.labels)[cuts]]
+            return tabled[links, cuts - 1, states], usual[cuts - 1, states]
+
+        return seconds
+
+    def _own_links_s(
+        self, hardware: Hardware, tables: StageTables, c: Configuration, shape: ScheduleShape
+    ) -> Callable[[Partition], float] | None:
+        """Seconds of a step in which each rank sends over its own links; None where all are alike, or stop no kernels.
+
+        A rank sends activations to the next one and gradients to the one before, half of what passes over each cut.
+        """
+        sends = self._own_sends(hardware, tables, c, shape) if shape.still_sends else None
+        if sends is None:
+            return None
+
+        def turns_s(busy_s: FloatArray) -> float:
+            return float(busy_s.reshape(c.virtual, c.pipeline).max(axis=1).sum())
+
+        def seconds(found: Partition) -> float:
+            own, counted = (np.concatenate([[0.0], one, [0.0]]) for one in sends(found))
+            busy_s = found.busy_s + shape.still_sends * ((own[:-1] + own[1:]) / 2 - counted[:-1])
+            return found.objective_s + turns_s(busy_s) - turns_s(found.busy_s)
+
+        return seconds
+
+    def _apart_s(
         self,
         stored: StoredWays,
         tables: StageTables,
-        configuration: Configuration,
+        c: Configuration,
         sends: Callable[[Partition], tuple[FloatArray, FloatArray]] | None = None,
     ) -> Callable[[Partition], float] | None:
         """Seconds of a step by the passes of each chunk where all forward passes come first; None elsewhere.
 
         In 1F1B with states on the host what a rank does once is long: its passes end with those of slower ranks.
-        ``sends`` are the messages of a partition where links differ and stop no kernels (`own_links.own_sends`).
+        ``sends`` are the messages of a partition where links differ and stop no kernels (`_own_sends`).
         """
-        c = configuration
         if c.micro_batches == 1 or not (c.in_a_row or (c.schedule == "1f1b" and c.offload)):
             return None
-        offsets = np.append(0, self.ends)
 
         def seconds(found: Partition) -> float:
-            ways = offsets[list(tables.chain.positions)] + np.array(found.labels)
+            ways = self.picked(tables, found.labels)
             first = [0, *found.ends[:-1]]
             forward, backward = (
                 np.add.reduceat(passes[ways], first) for passes in (stored.forward_s, stored.backward_s)

@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.exact.elimination import Table, TooWideError
+from planner.search.exact.blocks import Table, TooWideError
 
 Index = NDArray[np.intp]
 Classes = tuple[Index, Index]
@@ -455,7 +455,7 @@ def _apart(arrays: Sequence[Table], count: int) -> tuple[Dims, Dims, Dims] | Non
 
 def _products(arrays: Sequence[Table], shape: tuple[int, ...], states: int, groups: tuple[Dims, Dims, Dims]) -> Table:
     """Min-plus products of matrices, one for each entry of the first group of dims."""
-    from planner.search.exact.compiled import min_plus_into
+    from planner.search.compiled import min_plus_into
 
     given, first, second = groups
     order = (*given, *first, *second)

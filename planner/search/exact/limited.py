@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.search.exact.certified import Exact
+from planner.search.exact.certified import FAST, PROOF, SMALL, CostedPlan, Exact, Stop
 from planner.search.exact.condensed import condensed
-from planner.search.exact.costing import FAST, PROOF, SMALL, CostedPlan, Stop
-from planner.search.exact.folded import Eliminated, FoldedElimination, Weights
-from planner.search.exact.marginals import affordable, marginals
+from planner.search.exact.folded import Eliminated, FoldedElimination, Weights, affordable, marginals
 from planner.search.exact.model import Model
 from planner.search.exact.pareto import MAX_PAIRS, Limits, ParetoSearch, TooManyLabelsError
-from planner.search.problem.solution import Solution
+from planner.search.problem.problem import Solution
 
 PRICE_STEPS = 24
 SHARES = (1 / 64, 1 / 16, 1 / 4, 1.0)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.exact.blocks import Layout, Variables, layout
+from planner.search.exact.blocks import Layout, Table, Variables, layout
 from planner.search.exact.buckets import Index
-from planner.search.exact.elimination import Table
 from planner.search.problem.problem import Problem
 
 CANDIDATES = 8

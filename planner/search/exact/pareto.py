@@ -2,7 +2,7 @@
 
 A label is one way to decide everything below a step: its states, its seconds and its bytes. Of two labels with the
 same states towards the rest, one that is no better in either is dropped; so is one that cannot be completed within
-the limits, which is known from the least costs of the rest (`planner.search.exact.marginals`) at several prices of
+the limits, which is known from the least costs of the rest (`planner.search.exact.folded`) at several prices of
 memory. A row of equal blocks takes one layer after the other: permutations of the same layers are one label.
 """
 
@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.exact.blocks import Variables
+from planner.search.exact.blocks import Table, Variables
 from planner.search.exact.buckets import Buckets, Index, sources
-from planner.search.exact.elimination import Table
-from planner.search.exact.folded import FoldedElimination, Layers, Weights
-from planner.search.exact.marginals import Marginals
+from planner.search.exact.folded import FoldedElimination, Layers, Marginals, Weights
 from planner.search.exact.model import Mask
 
 MAX_LABELS = 1_000_000

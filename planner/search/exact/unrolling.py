@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.search.exact.blocks import BlockVariables, Layout, Variables
-from planner.search.exact.elimination import Table
+from planner.search.exact.blocks import BlockVariables, Layout, Table, Variables
 from planner.search.exact.folded import Layers
 from planner.search.exact.model import Mask, Model
 

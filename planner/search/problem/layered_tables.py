@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.exact.blocks import layout
-from planner.search.problem.problem import Cost, Problem
-from planner.search.problem.solution import Assignment, Solution
+from planner.search.problem.problem import Assignment, Cost, Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)

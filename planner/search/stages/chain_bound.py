@@ -3,21 +3,21 @@
 Each row of consecutive units takes at least its cheapest way between the boundary states at its ends, memory aside.
 With one chunk a rank the least time of a busiest rank and of the messages over the cuts then follow by dynamic
 programming over cuts and their states; with several chunks, which one rank holds turn by turn, every cut is listed
-(`planner.search.stages.listed_cuts`) where there are not too many.
+(`listed_cuts`) where there are not too many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from math import comb
 from typing import NamedTuple
 
 import numpy as np
 import numpy.ma  # which numpy else loads in the midst of a search, for `np.unique`
 
 from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, STEADY, FloatArray, IntArray
-from planner.search.stages.listed_cuts import few_cuts, least_listed
 from planner.search.stages.task import PartitionTask
 
 LONG = 48
@@ -311,3 +311,65 @@ def _least_steps(task: PartitionTask, boundaries: _Boundaries, terms: FloatArray
     found = np.full((*terms.shape[:2], len(task.kinds) * width * width), np.inf)
     found[:, :, ascending[first]] = np.minimum.reduceat(terms.take(order, axis=2), first, axis=2)
     return found.reshape(*terms.shape[:2], len(task.kinds), width, width)
+
+
+MANY_CUTS = 40_000
+"""Most cuts that are listed."""
+
+
+def few_cuts(units: int, pieces: int) -> bool:
+    """Whether all cuts of so many units into so many pieces may be listed."""
+    return 1 < pieces <= units and comb(units - 1, pieces - 1) <= MANY_CUTS
+
+
+@lru_cache(maxsize=32)
+def listed_cuts(units: int, pieces: int) -> tuple[IntArray, IntArray]:
+    """First and last unit of each chunk, (chunks, cuts) each, of every cut in lexical order."""
+    begins = [np.zeros(1, dtype=np.int64)]
+    for chunk in range(1, pieces):
+        # Each chunk behind this one has a unit at least.
+        more = units - pieces + chunk - begins[-1]
+        cut = np.repeat(np.arange(len(more)), more)
+        nth = np.arange(len(cut)) - (np.cumsum(more) - more).take(cut)
+        begins = [*(begun.take(cut) for begun in begins), begins[-1].take(cut) + 1 + nth]
+    first = np.array(begins)
+    last = np.full_like(first, units - 1)
+    np.subtract(first[1:], 1, out=last[:-1])
+    return first, last
+
+
+@lru_cache(maxsize=32)
+def _places(units: int, pieces: int) -> IntArray:
+    """(chunks, cuts) places of the chunks of every cut in a flat table of first and last units."""
+    first, last = listed_cuts(units, pieces)
+    return first * units + last
+
+
+def listed_s(busy: FloatArray, fill: FloatArray, rank_of: IntArray, in_turns: bool) -> FloatArray:
+    """(cuts,) seconds of every cut.
+
+    Parameters
+    ----------
+    busy, fill : (units, units) both terms of the objective for a chunk from one unit to another
+    rank_of : (chunks,) rank of each chunk
+    in_turns : the longest chunk of each turn counts; else the busiest rank with all of its chunks
+    """
+    places, of_ranks = _places(len(busy), len(rank_of)), rank_of.tolist()
+    ranks, count = max(of_ranks) + 1, places.shape[1]
+    busy, fill = busy.ravel(), fill.ravel()
+    spent: FloatArray = np.zeros(count)
+    rows = np.zeros((len(of_ranks) // ranks if in_turns else ranks, count))
+    for chunk, (place, rank) in enumerate(zip(places, of_ranks, strict=True)):
+        spent += fill.take(place)
+        if in_turns:
+            row = rows[chunk // ranks]
+            np.maximum(row, busy.take(place), out=row)
+        else:
+            rows[rank] += busy.take(place)
+    seconds: FloatArray = (rows.sum(axis=0) if in_turns else rows.max(axis=0)) + spent
+    return seconds
+
+
+def least_listed(busy: FloatArray, fill: FloatArray, rank_of: IntArray, in_turns: bool) -> float:
+    """Least seconds of all cuts (`listed_s`)."""
+    return float(listed_s(busy, fill, rank_of, in_turns).min())

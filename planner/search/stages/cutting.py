@@ -47,7 +47,7 @@ def _behind(before: FloatArray, costs: FloatArray, window: Window) -> FloatArray
     behind = np.empty((window.source.shape[1] + 1, *before.shape[1:]))
     behind[-1] = np.inf
     if before.ndim == 2 and window.source.size * before.shape[1] >= _MANY:
-        from planner.search.stages.compiled import least_sums
+        from planner.search.compiled import least_sums
 
         least_sums(before, np.ascontiguousarray(costs), window.source, window.group, behind[:-1])
         return behind

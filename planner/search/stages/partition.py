@@ -22,9 +22,8 @@ from itertools import compress
 
 import numpy as np
 
-from planner.search.stages.chain_bound import unlike
+from planner.search.stages.chain_bound import few_cuts, unlike
 from planner.search.stages.cutting import cut, reaches
-from planner.search.stages.exact_turns import SHORT, exact_turns
 from planner.search.stages.fragments import (
     ACTIVATION,
     BACKLOG,
@@ -37,12 +36,10 @@ from planner.search.stages.fragments import (
     FloatArray,
     IntArray,
 )
-from planner.search.stages.listed_cuts import few_cuts
-from planner.search.stages.listed_search import listed_partition
 from planner.search.stages.one_rank import CLOSE, choose
 from planner.search.stages.segments import ROUNDING, Picks, Segments, made, objective_s, unlimited_s
 from planner.search.stages.task import Partition, PartitionTask, turns_s, unlimited
-from planner.search.stages.turn_search import search_limited, search_turns
+from planner.search.stages.turn_search import SHORT, exact_turns, listed_partition, search_limited, search_turns
 
 __all__ = ["Partition", "PartitionTask", "partition"]
 

@@ -15,8 +15,16 @@ from numpy.typing import NDArray
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import States
 from planner.search.units.amounts import AmountLedger, Amounts, MeshCase
-from planner.search.units.factors import PARTS, TableLayout, UnitFactors, rows_of
-from planner.search.units.records import RECOMPUTE, Least, UnitLabels, UnitWeights
+from planner.search.units.records import (
+    PARTS,
+    RECOMPUTE,
+    Least,
+    TableLayout,
+    UnitFactors,
+    UnitLabels,
+    UnitWeights,
+    rows_of,
+)
 from planner.search.units.stage_decisions import TENSOR, StageDecisions, axis_names
 from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
 from planner.search.units.unit_terms import UnitTerms, unit_terms

@@ -3,7 +3,7 @@
 Labels of units are made for the tensor axis alone, and what a plan does along its data axis is chosen after them. A
 strategy that cuts tensors in parts says nothing of axes, so that it is dealt out before: the data axis takes the cut of
 the batch where the strategy has it, and whatever is left is for the tensor axis. What no hint is for keeps all its
-choices, or shards the batch (`planner.search.problem.by_data`).
+choices, or shards the batch (`planner.search.problem.hints`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from planner.cost.work import Optimizer
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.plans.hints import Hint
-from planner.search.problem.by_data import FREE_AXES, states_by_data
-from planner.search.problem.hints import allowed_states
+from planner.search.problem.hints import FREE_AXES, allowed_states, states_by_data
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import Setting
 from planner.search.units.records import Least

@@ -6,7 +6,7 @@ not depend on the data and pipeline degrees: one table serves all plans with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +20,6 @@ from planner.search.problem.states import Setting
 from planner.search.units.records import (
     RECOMPUTE,
     BoundaryStates,
-    Least,
     Minimum,
     TiedParameter,
     UnitLabels,
@@ -52,11 +51,10 @@ __all__ = [
 FloatArray = NDArray[np.float64]
 
 
-class StageTables:
+class StageTables(Stage):
     """Labels of every unit of a folded graph on one stage mesh at one micro-batch size.
 
-    ``units[u]`` are the labels of ``chain.units[u]``; ``boundary_bytes[b]`` the bytes one rank sends over
-    boundary b forward if nothing is sharded, ``boundaries[b]`` the states with their bytes. ``tied`` are the
+    ``units[u]`` are the labels of ``chain.units[u]``; ``boundaries[b]`` the states with their bytes. ``tied`` are the
     parameters that several units read, in the one placement that all labels share. ``context_algorithm`` is how
     attention runs on the context axis, ``none`` without one.
     """
@@ -64,55 +62,13 @@ class StageTables:
     def __init__(
         self, decisions: StageDecisions, parts: Parts, options: StageOptions, context_algorithm: str = "none"
     ) -> None:
-        self.decisions = decisions
+        super().__init__(decisions, parts, options)
         self.context_algorithm = context_algorithm
-        self.chain = decisions.chain
-        self._stage = Stage(decisions, parts, options)
-        self.parts = self._stage.parts
-        self.boundary_bytes = tuple(float(parts.graph.spec(b.forward).size_bytes) for b in self.chain.boundaries)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """How many units each unit of the folded chain stands for."""
         return tuple(unit.count for unit in self.chain.units)
-
-    @property
-    def experts_stay(self) -> bool:
-        """Whether ranks of an expert axis keep their own experts, so that tokens travel."""
-        return self.parts.setting.experts_stay
-
-    @property
-    def modes(self) -> tuple[int, ...]:
-        """Codes of the modes of recomputation that labels may have."""
-        return self._stage.options.modes
-
-    @property
-    def boundaries(self) -> tuple[BoundaryStates, ...]:
-        """States of each boundary with their bytes."""
-        return self._stage.boundaries
-
-    @cached_property
-    def least(self) -> Least:
-        """Least seconds of both passes between boundary states, and of the whole network, all strategies considered."""
-        return self._stage.least
-
-    @cached_property
-    def priced(self) -> tuple[FloatArray, FloatArray]:
-        """Prices (n,) of a kept byte, and the least seconds (n,) of passes and price of what they keep, whole network.
-
-        Passes that keep no more than some bytes take at least the latter without the price of those.
-        """
-        return self._stage.priced
-
-    @property
-    def least_elements(self) -> FloatArray:
-        """(units,) least elements of trained parameters that one rank holds of each unit."""
-        return self._stage.least_elements
-
-    @property
-    def least_frozen(self) -> FloatArray:
-        """(units,) the same of parameters without a gradient."""
-        return self._stage.least_frozen
 
     @cached_property
     def launches_s(self) -> FloatArray:
@@ -128,9 +84,10 @@ class StageTables:
         saved = [sum(spec(ref).size_bytes for ref in model.saved) for model in models]
         return float(np.array(saved) @ np.array(self.counts))
 
-    @cached_property
-    def _shared(self) -> Mapping[int, int]:
-        return self._stage.best_shared()
+    @property
+    def modes(self) -> tuple[int, ...]:
+        """Codes of the modes of recomputation that labels may have."""
+        return self.options.modes
 
     @cached_property
     def tied(self) -> tuple[TiedParameter, ...]:
@@ -145,35 +102,18 @@ class StageTables:
     @cached_property
     def units(self) -> tuple[UnitLabels, ...]:
         """Labels of each unit."""
-        return all_labels(self._stage, self._shared)
+        return all_labels(self, self.least.shared if self.shared else {})
 
     def sequence_parallel(self, unit: int, label: int) -> bool:
         """Whether a label of a unit shards an activation along the sequence on the tensor axis."""
-        return self._stage.shape.shards_sequence(self.units[unit].assignments[label])
-
-    def matrices(self, weights: UnitWeights, mode: int | None = None) -> tuple[FloatArray, ...]:
-        """Least weighted sum of each folded unit between its boundary states, shapes (entries, exits).
-
-        Exact over all strategies, of every allowed recompute mode or of the one given by its code; what the tied
-        parameters cost is as in the labels.
-        """
-        return self._stage.matrices(weights, mode, self._shared)
-
-    def minimum(self, weights: UnitWeights) -> Minimum:
-        """Minimise the weighted sum over the whole network: no plan with this stage mesh and micro-batch is cheaper.
-
-        Exact over all strategies, recompute modes, boundary states and placements of tied parameters, whose elements
-        count once.
-        """
-        return self._stage.minimum(weights)
+        return self.shape.shards_sequence(self.units[unit].assignments[label])
 
     def _tied(self) -> Iterator[TiedParameter]:
-        stage = self._stage
-        for station in stage.shared:
+        for station in self.shared:
             tensor = self.decisions.decisions.variables[station].tensor
             assert tensor is not None  # a station of a parameter
             owners = tuple(n for n, m in enumerate(self.decisions.models) if station in m.shared)
-            whole = stage.tied_elements(station, self._shared)
+            whole = self.tied_elements(station, self.least.shared)
             stored = min(whole, self._stored_elements(tensor.node, owners[0]))
             trained = tensor.node in self.parts.graph.trained
             yield TiedParameter(node=tensor.node, units=owners, elements=stored, whole_elements=whole, trained=trained)

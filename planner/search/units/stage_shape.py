@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
-from planner.search.exact.elimination import TooWideError
+from planner.search.exact.blocks import TooWideError
 from planner.search.problem.parts import Parts, has_partial
 from planner.search.problem.states import Setting, States
 from planner.search.problem.variables import Variable
 from planner.search.units.elimination import Elimination, Minima, elimination, lowest, minima
-from planner.search.units.factors import Scope
+from planner.search.units.records import Scope
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.transient import FlightSizes
 from planner.sharding.placement import Placements

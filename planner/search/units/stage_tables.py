@@ -15,9 +15,8 @@ from planner.search.problem.parts import Parts
 from planner.search.problem.variables import Kind
 from planner.search.units.amounts import MeshCase
 from planner.search.units.elimination import Minima
-from planner.search.units.factors import UnitFactors, rows_of
 from planner.search.units.family import family_of
-from planner.search.units.records import BoundaryStates, Least, Minimum, UnitWeights
+from planner.search.units.records import BoundaryStates, Least, Minimum, UnitFactors, UnitWeights, rows_of
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import ENTRY, EXIT, StageOptions, UnitShape
 from planner.search.units.unit_model import UnitModel
@@ -64,14 +63,14 @@ class Tabled:
 class Stage:
     """The units of a network on one mesh, at the batch of the graph of `parts`."""
 
-    def __init__(self, source: StageDecisions, parts: Parts, options: StageOptions) -> None:
-        self.source, self.options = source, options
-        self.chain = source.chain
+    def __init__(self, decisions: StageDecisions, parts: Parts, options: StageOptions) -> None:
+        self.decisions, self.options = decisions, options
+        self.chain = decisions.chain
         self.case = MeshCase(parts.setting.costs, parts.graph.batch_size)
-        self.family = family_of(source, parts, options)
+        self.family = family_of(decisions, parts, options)
         self.shape = self.family.known_shape(self.case)
         self.parts = self.shape.parts_at(parts.graph, parts.setting)
-        self.shared = source.shared
+        self.shared = decisions.shared
         self._units: dict[int, Tabled] = {}
 
     @cached_property
@@ -79,23 +78,21 @@ class Stage:
         """States of the boundary tensors, with their bytes."""
         return tuple(self._boundary(b) for b in range(len(self.chain.boundaries)))
 
-    @property
-    def classes(self) -> list[tuple[list[tuple[Placements, Placements]], IntArray]]:
-        """Boundary states, and the number of the one that each state of the boundary's station has."""
-        return self.shape.classes
-
-    @property
+    @cached_property
     def least(self) -> Least:
-        """Least seconds of both passes; tied parameters lie as is best for a plain step."""
+        """Least seconds of both passes between boundary states, and of the whole network, all strategies considered.
+
+        Tied parameters lie as is best for a plain step.
+        """
         return self.family.least(self.case)
 
     def unit(self, number: int) -> Tabled:
         """Tables of a unit; the first block of a run has the second's where they are equal."""
-        number = self.source.tabled(number)
+        number = self.decisions.tabled(number)
         if number not in self._units:
             factors = self.family.tables(self.case)[number]
             shape = self.shape.unit(number, factors.layout.scopes, factors.layout.sizes)
-            self._units[number] = Tabled(self.source.models[number], factors, shape)
+            self._units[number] = Tabled(self.decisions.models[number], factors, shape)
         return self._units[number]
 
     def _boundary(self, number: int) -> BoundaryStates:
@@ -132,10 +129,10 @@ class Stage:
     def _least_held(self) -> FloatArray:
         known = self.family.elements
         if id(self.shape) not in known:
-            least = np.zeros((2, len(self.source.models)))
-            for number, model in enumerate(self.source.models):
+            least = np.zeros((2, len(self.decisions.models)))
+            for number, model in enumerate(self.decisions.models):
                 for v in model.variables:
-                    variable = self.source.decisions.variables[v]
+                    variable = self.decisions.decisions.variables[v]
                     if variable.kind is Kind.PARAMETER:
                         frozen = int(variable.nodes[0] not in self.parts.graph.trained)
                         least[frozen, number] += self.parts.elements(self.parts.states(v)).min()
@@ -146,7 +143,8 @@ class Stage:
     def priced(self) -> tuple[FloatArray, FloatArray]:
         """Prices (n,) of a kept byte, and the least seconds (n,) of passes and price of what they keep, whole network.
 
-        Tied parameters lie as in `least`.
+        Passes that keep no more than some bytes take at least the latter without the price of those. Tied parameters
+        lie as in `least`.
         """
         known = self.family.priced
         if self.case.key not in known:
@@ -157,9 +155,9 @@ class Stage:
 
     def _lowest(self, weights: Sequence[UnitWeights], shared: Mapping[int, int]) -> FloatArray:
         """(weightings,) least sums of the whole network in any mode, tied parameters in the given states."""
-        rows = np.concatenate([self.rows(each) for each in weights])
+        rows = np.concatenate([rows_of(each, self.options.modes) for each in weights])
         tables: dict[int, FloatArray] = {}
-        for number in {self.source.tabled(n) for n in range(len(self.chain.units))}:
+        for number in {self.decisions.tabled(n) for n in range(len(self.chain.units))}:
             unit = self.unit(number)
             least = unit.spread(unit.lowest(rows), self.shared)
             for station in self.shared:
@@ -167,12 +165,8 @@ class Stage:
             tables[number] = least.reshape(len(weights), -1, *least.shape[1:]).min(axis=1)
         value = np.zeros((len(weights), 1))
         for number in self.chain.positions:
-            value = (value[:, :, None] + tables[self.source.tabled(number)]).min(axis=1)
+            value = (value[:, :, None] + tables[self.decisions.tabled(number)]).min(axis=1)
         return value[:, 0]
-
-    def rows(self, weights: UnitWeights) -> FloatArray:
-        """Weights of all parts, a row for each allowed recompute mode."""
-        return rows_of(weights, self.options.modes)
 
     def tables(self, rows: FloatArray) -> tuple[list[FloatArray], dict[int, Minima]]:
         """Least sums of every unit for each row of weights: (rows, shared states …, entries, exits)."""
@@ -186,25 +180,13 @@ class Stage:
             tables.append(unit.spread(found[key].table, self.shared))
         return tables, found
 
-    def matrices(
-        self, weights: UnitWeights, mode: int | None, shared: Mapping[int, int] | None
-    ) -> tuple[FloatArray, ...]:
-        """Least weighted sum of each unit (entries, exits); tied parameters in the given state, or in any."""
-        rows = self.rows(weights)
-        if mode is not None:
-            rows = rows[[self.options.modes.index(mode)]]
-        result = []
-        for table in self.tables(rows)[0]:
-            least = table.min(axis=0)
-            for station in self.shared:
-                place = 0 if shared is None or least.shape[0] == 1 else shared[station]
-                least = least.min(axis=0) if shared is None else least[place]
-            result.append(least)
-        return tuple(result)
-
     def minimum(self, weights: UnitWeights) -> Minimum:
-        """Minimise over the whole chain, by min-plus products with the way back."""
-        rows = self.rows(weights)
+        """Minimise the weighted sum over the whole network: no plan with this stage mesh and micro-batch is cheaper.
+
+        Exact over all strategies, recompute modes, boundary states and placements of tied parameters, whose elements
+        count once: by min-plus products with the way back.
+        """
+        rows = rows_of(weights, self.options.modes)
         tables, found = self.tables(rows)
         shape = tuple(len(self.parts.states(v)) for v in self.shared)
         flat, modes = [], []
@@ -260,17 +242,13 @@ class Stage:
 
     def named(self, number: int, states: Mapping[int, int]) -> Mapping[int, int]:
         """Turn the states of the tables of a unit into those of its own variables."""
-        twins = self.source.twins.get(number)
+        twins = self.decisions.twins.get(number)
         if twins is None:
             return states
         return {
             **{mine: states[other] for mine, other in twins.items()},
             **{v: states[v] for v in self.shared if v in states},
         }
-
-    def best_shared(self) -> Mapping[int, int]:
-        """States of the stations of tied parameters that serve a plain training step best."""
-        return self.least.shared if self.shared else {}
 
     def tied_elements(self, station: int, shared: Mapping[int, int]) -> float:
         """Local elements of a tied parameter as its station hands it on."""

@@ -11,8 +11,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.units.factors import TablePart, rows_of
-from planner.search.units.records import UnitLabels, UnitWeights
+from planner.search.units.records import TablePart, UnitLabels, UnitWeights, rows_of
 from planner.search.units.stage_shape import ENTRY, EXIT
 from planner.search.units.stage_tables import Stage, Tabled
 from simulator.launches import known_software
@@ -69,18 +68,18 @@ def all_labels(stage: Stage, shared: Mapping[int, int]) -> tuple[UnitLabels, ...
 def _all_labels(stage: Stage, shared: Mapping[int, int]) -> Iterator[UnitLabels]:
     numbers = range(len(stage.chain.units))
     alike: dict[object, list[Tabled]] = {}
-    for number in dict.fromkeys(map(stage.source.tabled, numbers)):
+    for number in dict.fromkeys(map(stage.decisions.tabled, numbers)):
         unit = stage.unit(number)
         alike.setdefault(unit.shape.form, []).append(unit)
     made: dict[int, UnitLabels] = {}
     for units in alike.values():
         made.update(zip([unit.model.number for unit in units], _labels_of(stage, units, shared), strict=True))
     for number in numbers:
-        tabled = stage.source.tabled(number)
+        tabled = stage.decisions.tabled(number)
         labels = made[tabled]
         if tabled != number:
             assert isinstance(labels.assignments, Assignments)  # made here
-            names = {**stage.source.twins[number], **{v: v for v in stage.source.models[number].shared}}
+            names = {**stage.decisions.twins[number], **{v: v for v in stage.decisions.models[number].shared}}
             labels = replace(labels, assignments=labels.assignments.named(names))
         yield labels
 

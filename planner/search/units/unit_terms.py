@@ -14,7 +14,7 @@ from planner.search.problem.parts import Parts, has_partial
 from planner.search.problem.states import States
 from planner.search.problem.variables import Edge, Kind, Move
 from planner.search.units.amounts import NOTHING, AmountLedger, Redistributions, calls_of
-from planner.search.units.factors import Scope, TablePart
+from planner.search.units.records import Scope, TablePart
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.placement import REPLICATE
 from simulator.program import Kernel, Phase

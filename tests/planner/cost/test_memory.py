@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from planner.cost.memory.activations import layer_activations
 from planner.cost.memory.device import reserved_memory_bytes, training_memory
 from planner.cost.memory.figures import MemoryFigure
-from planner.cost.memory.in_flight import stage_residency
-from planner.cost.memory.parameters import parameter_count, stage_contents, stage_parameters
+from planner.cost.memory.parameters import parameter_count, stage_contents, stage_parameters, stage_residency
 from planner.cost.memory_traits import traits_of
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.cost.memory.device import training_memory
-from planner.cost.memory.outside import context_bytes, workspace_bytes
+from planner.cost.memory.states import context_bytes, workspace_bytes
 from planner.cost.memory_traits import traits_of
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import TrainingSetup

@@ -33,7 +33,6 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.checked import checked_graph
 from planner.lowering.instructions import Slice
 from planner.lowering.pipeline import lower_pipeline
-from planner.planning.analytic import differing_term
 from planner.planning.planning import (
     Candidate,
     PlanRequest,
@@ -44,6 +43,7 @@ from planner.planning.planning import (
     with_usual_software,
 )
 from planner.planning.prediction import predict_plan, simulate_plan
+from planner.planning.rescoring import differing_term
 from planner.planning.shared_tables import SharedTables
 from planner.plans.exchange import Exchange
 from planner.plans.file import plan_from_text, plan_to_text

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from planner.cost.layered_parameters import LayeredCoefficients
 from planner.cost.software_file import ANY, Interval, SoftwareCoefficients, SoftwareFile
+from planner.cost.stacks import LayeredCoefficients
 from planner.cost.training_run import (
     Experts,
     LatentAttention,

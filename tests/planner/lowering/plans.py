@@ -16,8 +16,7 @@ from planner.plans.pins import ParameterStorage
 from planner.plans.plan import Certificate, Chunk, NodeRules, Plan, RecomputeRange, Status
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.hints import constrained
-from planner.search.problem.problem import Problem
-from planner.search.problem.solution import node_rules
+from planner.search.problem.problem import Problem, node_rules
 from planner.sharding.placement import Mesh
 from simulator.profiles import load_profile
 from simulator.schedules import make_schedule

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.cost.layered_parameters import LayeredCoefficients
-from planner.cost.stacks import Stack, family_of
+from planner.cost.stacks import LayeredCoefficients, Stack, family_of
 from planner.cost.training_run import LayeredNetwork, TrainingRun, TrainingSetup
 from planner.published.fitting_layered import (
     DEVICE_PRIORS,

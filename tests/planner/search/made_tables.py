@@ -36,7 +36,6 @@ class MadeTables:
 
     chain: Chain
     units: tuple[UnitLabels, ...]
-    boundary_bytes: tuple[float, ...]
     boundaries: tuple[BoundaryStates, ...]
     tied: tuple[TiedParameter, ...]
     modes: tuple[int, ...] = (0, 1, 2)
@@ -150,7 +149,6 @@ def made_tables(
     made = MadeTables(
         chain=Chain(units=named, boundaries=between, heads=(("blocks", 0),)),
         units=tuple(labels(u, samples, 2 * message, n == 0, n == len(split) - 1) for n, u in enumerate(split)),
-        boundary_bytes=tuple(boundary_bytes * configuration.micro_batch for _ in between),
         boundaries=tuple(crossing for _ in between),
         tied=(),
     )

@@ -10,11 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.search.stages import chain_bound as chains
-from planner.search.stages.chain_bound import chain_bound, chain_bounds, chain_rows, cheapest_rows
+from planner.search.stages.chain_bound import chain_bound, chain_bounds, chain_rows, cheapest_rows, listed_cuts
 from planner.search.stages.fragments import FILL, STEADY, Fragments
-from planner.search.stages.listed_cuts import listed_cuts
-from planner.search.stages.listed_search import listed_partition
 from planner.search.stages.partition import PartitionTask
+from planner.search.stages.turn_search import listed_partition
 from tests.planner.search.test_pipeline_partition import brute_force, check, tasks
 
 

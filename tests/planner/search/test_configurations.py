@@ -34,7 +34,7 @@ from planner.search.configurations.least_states import least_states_in, least_st
 from planner.search.configurations.schedule_shapes import PINNED, SEARCHED
 from planner.search.configurations.space import Extent, bases, configurations, orders, schedules, storages
 from planner.search.configurations.step_model import Configuration, StepModel
-from planner.search.exact.elimination import TooWideError
+from planner.search.exact.blocks import TooWideError
 from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.partition import partition
 from planner.search.stages.task import PartitionTask

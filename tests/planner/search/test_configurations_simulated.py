@@ -17,10 +17,10 @@ from planner.cost.software import as_run
 from planner.cost.work import optimizer
 from planner.graph.scaling import at_precision
 from planner.networks import load_network
-from planner.planning.analytic import analytic_breakdown, differing_term
 from planner.planning.configured import Configured
 from planner.planning.documents import prediction_document
 from planner.planning.prediction import predict_plan, simulate_plan
+from planner.planning.rescoring import analytic_breakdown, differing_term
 from planner.plans.exchange import Exchange
 from planner.plans.pins import Pins
 from planner.plans.plan import Certificate, Status

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from planner.search.dynamic_programming import solve
 from planner.search.exact import buckets
-from planner.search.exact.elimination import min_plus_power
+from planner.search.exact.blocks import min_plus_power
 from planner.search.problem.problem import Cost, Problem
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost, totals
 

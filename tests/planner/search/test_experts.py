@@ -23,8 +23,7 @@ from planner.plans.pins import Pins
 from planner.plans.plan import NodeRules, expanded_rules
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.problem import Problem, Setting
-from planner.search.problem.solution import node_rules
+from planner.search.problem.problem import Problem, Setting, node_rules
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
 from simulator.profiles import load_profile

@@ -18,9 +18,9 @@ from planner.search.problem.parts import Parts
 from planner.search.problem.states import Setting
 from planner.search.problem.variables import Kind
 from planner.search.units import family, rules
-from planner.search.units.factors import TablePart
 from planner.search.units.family import Family
 from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_decisions, stage_tables
+from planner.search.units.records import TablePart, rows_of
 from planner.search.units.stage_decisions import links_of
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
@@ -79,7 +79,7 @@ def test_a_stage_has_the_states_of_its_mesh(name: str, mesh: Mesh, batch: int) -
 @settings(max_examples=6)
 def test_tables_are_those_of_a_family_of_one(name: str, mesh: Mesh, batch: int, sequence_parallel: bool | None) -> None:
     source = prepared(name)
-    stage = tables_of(source, mesh, batch, sequence_parallel)._stage
+    stage = tables_of(source, mesh, batch, sequence_parallel)
     alone = Family(
         source, own_parts(source, mesh, batch), StageOptions(modes=(0, 1, 2), sequence_parallel=sequence_parallel)
     )
@@ -97,8 +97,8 @@ def test_tables_are_those_of_a_family_of_one(name: str, mesh: Mesh, batch: int, 
 def test_stages_without_axes_have_the_tables_of_those_with_one_where_nothing_is_cut(name: str) -> None:
     source, mesh = stage_decisions(prepared(name).graph), Mesh((), ())
     source.expect(HARDWARE, BUCKET_BYTES, [(mesh, 4), (Mesh((MeshAxis("tensor", 4),), (1,)), 4)])
-    stage = tables_of(source, mesh, 4)._stage
-    assert stage.family.amounts is tables_of(source, Mesh((MeshAxis("tensor", 4),), (1,)), 4)._stage.family.amounts
+    stage = tables_of(source, mesh, 4)
+    assert stage.family.amounts is tables_of(source, Mesh((MeshAxis("tensor", 4),), (1,)), 4).family.amounts
     alone = Family(source, own_parts(source, mesh, 4), StageOptions(modes=(0, 1, 2), sequence_parallel=None))
     shape, parts = alone.known_shape(stage.case), alone.parts(stage.case)
     for number in range(len(source.chain.units)):
@@ -144,9 +144,7 @@ def test_seconds_are_those_of_the_whole_objective(mesh: Mesh, batch: int, seed: 
     for number, assignment in zip(tables.chain.positions, found.assignments, strict=True):
         one = {v: np.array([s]) for v, s in assignment.items()}
         counted += float(
-            tables._stage.unit(number)
-            .factors.evaluate(one)[[TablePart.FORWARD, TablePart.BACKWARD, TablePart.STEP]]
-            .sum()
+            tables.unit(number).factors.evaluate(one)[[TablePart.FORWARD, TablePart.BACKWARD, TablePart.STEP]].sum()
         )
     assert counted == pytest.approx(seconds, rel=1e-9)
 
@@ -179,7 +177,7 @@ def test_stages_that_are_bounded_together_have_their_own_bounds(name: str, seque
             tables = tables_of(source, mesh, batch, sequence_parallel)
         except InputError:
             continue
-        expected, whole = tables.matrices(UnitWeights()), np.zeros(1)
+        expected, whole = least_matrices(tables, UnitWeights()), np.zeros(1)
         for number in tables.chain.positions:
             whole = (whole[:, None] + expected[number]).min(axis=0)
         for least, table in zip(tables.least.between_s, expected, strict=True):
@@ -194,7 +192,7 @@ def test_no_label_passes_faster_than_what_it_keeps_and_holds_leaves_at_least(nam
     prices, seconds = tables.priced
     for price, least_s in zip(prices.tolist(), seconds.tolist(), strict=True):
         weights, whole = UnitWeights(activation_byte=price), np.zeros(1)
-        matrices = tables.matrices(weights)
+        matrices = least_matrices(tables, weights)
         for number in tables.chain.positions:
             whole = (whole[:, None] + matrices[number]).min(axis=0)
         assert least_s == pytest.approx(float(whole[0]), rel=1e-9)
@@ -208,17 +206,28 @@ def test_tied_parameters_of_stages_bounded_together_lie_as_is_best_for_each() ->
     stages = [(Mesh((MeshAxis("tensor", size),), (1,)), 4) for size in (2, 4, 8)]
     source.expect(HARDWARE, BUCKET_BYTES, stages)
     for mesh, batch in stages:
-        stage = tables_of(source, mesh, batch)._stage
+        stage = tables_of(source, mesh, batch)
         (station,) = source.shared
-        chosen = stage.best_shared()[station]
+        chosen = stage.least.shared[station]
         costs = [plain_step(stage, {station: state}) for state in range(len(stage.parts.states(station)))]
         assert costs[chosen] == pytest.approx(min(costs), rel=1e-12)
+
+
+def least_matrices(stage: Stage, weights: UnitWeights, shared: Mapping[int, int] | None = None) -> list[np.ndarray]:
+    """Least weighted sum of each unit (entries, exits), tied parameters in the given states or in those of labels."""
+    result, states = [], stage.least.shared if shared is None else shared
+    for table in stage.tables(rows_of(weights, stage.options.modes))[0]:
+        least = table.min(axis=0)
+        for station in stage.shared:
+            least = least[0 if least.shape[0] == 1 else states[station]]
+        result.append(least)
+    return result
 
 
 def plain_step(stage: Stage, shared: Mapping[int, int]) -> float:
     """Least cost of a plain step of the whole chain with tied parameters in the given states."""
     value = np.zeros(1)
-    matrices = stage.matrices(UnitWeights(step=1 / 32), None, shared)
+    matrices = least_matrices(stage, UnitWeights(step=1 / 32), shared)
     for number in stage.chain.positions:
         value = (value[:, None] + matrices[number]).min(axis=0)
     return float(value[0])

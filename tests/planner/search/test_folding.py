@@ -10,7 +10,7 @@ import pytest
 from planner.graph.folding import template_name
 from planner.graph.operator_graph import OperatorGraph
 from planner.search.dynamic_programming import fastest, smallest, solve
-from planner.search.problem.solution import node_rules
+from planner.search.problem.problem import node_rules
 from tests.oracles.milp import solve_with_highs
 from tests.planner.search.problems import captured, captured_small, make_mesh, make_problem
 

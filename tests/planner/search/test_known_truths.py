@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
-from planner.search.problem.problem import Problem, choices_of
-from planner.search.problem.solution import Solution
+from planner.search.problem.problem import Problem, Solution, choices_of
 from planner.sharding.placement import PARTIAL, REPLICATE
 from tests.planner.search.made_networks import captured_module, gpt
 from tests.planner.search.problems import captured, make_mesh, make_problem

@@ -25,8 +25,8 @@ from planner.search.dynamic_programming import fastest
 from planner.search.problem.problem import Problem
 from planner.search.problem.variables import Kind
 from planner.search.units import sweep
-from planner.search.units.factors import PARTS, TablePart, UnitFactors
 from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_decisions, stage_tables
+from planner.search.units.records import PARTS, TablePart, UnitFactors, rows_of
 from planner.search.units.rules import rules_of
 from planner.search.units.stage_tables import ENTRY, EXIT
 from planner.sharding.placement import Mesh
@@ -161,7 +161,7 @@ def modeless(tables: StageTables, assignments: tuple[object, ...]) -> float:
     """Seconds of both passes and the step without recomputation, from the units' tables."""
     total = 0.0
     for number, states in zip(tables.chain.positions, assignments, strict=True):
-        parts = tables._stage.unit(number).factors.evaluate({v: np.array([s]) for v, s in states.items()})  # type: ignore[attr-defined]
+        parts = tables.unit(number).factors.evaluate({v: np.array([s]) for v, s in states.items()})  # type: ignore[attr-defined]
         total += float(parts[[TablePart.FORWARD, TablePart.BACKWARD, TablePart.STEP]].sum())
     return total
 
@@ -195,7 +195,7 @@ def test_no_choice_of_labels_is_cheaper_than_the_minimum(mesh: Mesh, weights: Un
 
 def brute_force(factors: UnitFactors, tables: StageTables, number: int, row: np.ndarray) -> np.ndarray:
     """Least weighted sum of a unit between its boundary states, by trying every assignment."""
-    unit = tables._stage.unit(number)
+    unit = tables.unit(number)
     variables = list(factors.layout.sizes)
     states = np.indices([factors.layout.sizes[v] for v in variables]).reshape(len(variables), -1)
     by_variable = dict(zip(variables, states, strict=True))
@@ -206,7 +206,7 @@ def brute_force(factors: UnitFactors, tables: StageTables, number: int, row: np.
     ends = []
     for station, boundary in ((unit.model.entry, number - 1), (unit.model.exit, number)):
         none = np.zeros(states.shape[1], dtype=np.int64)
-        ends.append(none if station is None else tables._stage.classes[boundary][1][by_variable[station]])
+        ends.append(none if station is None else tables.shape.classes[boundary][1][by_variable[station]])
     found = np.full([unit.sizes.get(end, 1) for end in (ENTRY, EXIT)], np.inf)
     inside = np.array([e < n for e, n in zip(ends, found.shape, strict=True)]).all(axis=0)
     np.minimum.at(found, (ends[0][inside], ends[1][inside]), total[inside])
@@ -222,13 +222,13 @@ def test_elimination_is_exact(number: int, seed: int) -> None:
         [1.0] * 5 + [1e-9] * 2 + [1.0] * 6 + [1e-9] * 6 + [1.0, 1e-9, 1e-9, 1.0, 1.0, 1.0, 1e-9] + [1e-5] * 5
     )
     row = random.uniform(0, 1, PARTS) * scale
-    unit = tables._stage.unit(number)
+    unit = tables.unit(number)
     found = unit.spread(unit.minima(row[None]).table, ())[0]
     assert found == pytest.approx(brute_force(unit.factors, tables, number, row))
 
 
 def test_units_of_one_form_are_solved_together_as_each_is_alone() -> None:
-    stage = tables_of("gpt", make_mesh(tensor=2), unfolded=True)._stage
+    stage = tables_of("gpt", make_mesh(tensor=2), unfolded=True)
     units = [stage.unit(number) for number in range(len(stage.chain.units))]
     forms = [unit.shape.form for unit in units]
     units = [unit for unit in units if forms.count(unit.shape.form) > 1]
@@ -237,7 +237,7 @@ def test_units_of_one_form_are_solved_together_as_each_is_alone() -> None:
     for n, unit in enumerate(units):
         scaled = unit.factors.parts * random.uniform(0.5, 2, unit.factors.parts.shape)
         units[n] = replace(unit, factors=replace(unit.factors, parts=scaled))
-    rows, shared = stage.rows(UnitWeights(step=1 / 64, activation_byte=1e-9)), stage.best_shared()
+    rows, shared = rows_of(UnitWeights(step=1 / 64, activation_byte=1e-9), stage.options.modes), stage.least.shared
     together = sweep._solved(units, [rows] * len(units), shared, len(rows))
     alone = [sweep._solved([unit], [rows], shared, len(rows))[0] for unit in units]
     assert len({np.array([*solved.states.values()]).tobytes() for solved in together}) == len(units)

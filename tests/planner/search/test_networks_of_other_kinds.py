@@ -11,8 +11,7 @@ from planner.networks import load_network
 from planner.plans.plan import NodeRules
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.problem import Problem, Setting
-from planner.search.problem.solution import node_rules
+from planner.search.problem.problem import Problem, Setting, node_rules
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import has_rule, rules_for

@@ -14,8 +14,7 @@ from planner.graph.operator_graph import DTYPE_BYTES, Role, TensorRef
 from planner.networks import load_network
 from planner.plans.pins import ParameterStorage
 from planner.search.dynamic_programming import fastest, smallest
-from planner.search.problem.problem import Cost, Problem, choices_of
-from planner.search.problem.solution import Solution
+from planner.search.problem.problem import Cost, Problem, Solution, choices_of
 from planner.search.problem.variables import Choice, Kind
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements
 from planner.sharding.redistribution import redistribution

@@ -11,8 +11,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from planner.search.configurations.bounds import memory_bound, task_bound
-from planner.search.configurations.whole_units import chunk_times, least_turns
 from planner.search.stages import partition as pipeline
+from planner.search.stages.block_bounds import chunk_times, least_turns
 from planner.search.stages.chain_bound import chain_bound
 from planner.search.stages.cutting import cut
 from planner.search.stages.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments

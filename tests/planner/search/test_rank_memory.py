@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.search.stages import rank_memory
+from planner.search.stages import block_bounds
 from planner.search.stages.fragments import ACTIVATION, STEADY, Fragments
 
 
@@ -17,7 +17,7 @@ def test_rows_of_blocks_cost_what_block_after_block_costs(seed: int, states: int
     values, ends = random.random((ways, 7)), random.integers(0, states, (2, ways))
     block = Fragments(values, ends[0], ends[1], np.arange(ways)[:, None])
     prices, steady = np.array([0.0, 0.5, 2.0]), values[:, STEADY]
-    sums = rank_memory._tables(block, highest, prices, steady[None])
+    sums = block_bounds._tables(block, highest, prices, steady[None])
     costs = [*(steady + price * values[:, ACTIVATION] for price in prices), values[:, ACTIVATION]]
     for row, cost in zip(sums.T, costs, strict=True):
         reached = np.zeros(states)
@@ -26,7 +26,7 @@ def test_rows_of_blocks_cost_what_block_after_block_costs(seed: int, states: int
             after = np.full(states, np.inf)
             np.minimum.at(after, ends[1], reached[ends[0]] + cost)
             reached = after
-    both = rank_memory._shared(sums)
+    both = block_bounds._shared(sums)
     for count in range(highest + 1):
         least = np.min(sums[: count + 1] + sums[count::-1], axis=0)
         np.testing.assert_allclose(both[count], least, rtol=1e-12)
@@ -36,7 +36,7 @@ def test_rows_of_blocks_cost_what_block_after_block_costs(seed: int, states: int
 def test_least_time_of_all_blocks_is_that_at_which_ranks_hold_enough(seconds: list[list[int]], count: int) -> None:
     """What is behind the last block of a rank is not tabled: a rank that holds so many may hold all."""
     times = np.cumsum(np.array(seconds, dtype=np.float64), axis=1)
-    found = rank_memory._least(times, count)
+    found = block_bounds._least(times, count)
     held = [int((row <= found).sum()) - 1 for row in times]
     fewer = [int((row < found).sum()) - 1 for row in times]
     assert found in times

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.search import dynamic_programming
-from planner.search.problem.problem import Problem
-from planner.search.problem.solution import Solution
+from planner.search.problem.problem import Problem, Solution
 from planner.search.recursive_programming import solve
 from planner.search.sequential import prime_factors
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost

@@ -11,14 +11,14 @@ import pytest
 from planner.plans.pins import Pins
 from planner.plans.plan import MOST_MICRO_BATCHES
 from planner.search.candidates import _micro_batch_counts
-from planner.search.configurations import agenda, branch_and_bound, limits
-from planner.search.configurations.nodes import Depth, SearchNode
+from planner.search.configurations import agenda, branch_and_bound
+from planner.search.configurations.agenda import Depth, SearchNode
 from planner.search.configurations.space import Extent, schedules
 from planner.search.configurations.step_model import Configuration
 from planner.search.stages.chain_bound import chain_bound
-from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import Fragments
 from planner.search.stages.task import MANY, PartitionTask, simplified, undominated
+from planner.search.stages.turn_search import SHORT
 from tests.planner.search.made_tables import made_tables
 from tests.planner.search.test_configurations import A100, model, network, search
 
@@ -70,7 +70,7 @@ def test_few_ways_far_from_the_best_are_not_partitioned_and_prove_as_much() -> N
     extent = Extent(hardware=A100, devices=8, global_batch=16, pins=Pins(), units=task.units)
     bound, least = 1.0, chain_bound(simplified(undominated(task)))
     found = []
-    for best in (np.inf, least / limits.NEAR * (1 - 1e-6)):
+    for best in (np.inf, least / agenda.NEAR * (1 - 1e-6)):
         tried = branch_and_bound._Search(extent, model(8.0), lambda c: made_tables(network(), c, A100), 0.0, 3, 96)
         assert tried._opened(placed) is not None
         tried.best = best
@@ -79,7 +79,7 @@ def test_few_ways_far_from_the_best_are_not_partitioned_and_prove_as_much() -> N
     every, near = found
     assert (every.result.solved, near.result.solved) == (1, 0)
     assert every.unproven == near.unproven == [bound]
-    assert every.best >= least > near.best * limits.NEAR
+    assert every.best >= least > near.best * agenda.NEAR
 
 
 def test_gpipe_of_one_micro_batch_is_1f1b() -> None:

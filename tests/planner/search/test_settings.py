@@ -13,10 +13,9 @@ from planner.graph.scaling import at_batch
 from planner.networks import load_network
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.parts import Parts
+from planner.search.problem.parts import Parts, time_together
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.states import StatesOnMesh
-from planner.search.problem.together import time_together
 from planner.search.problem.variables import Decisions, Kind, decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.profiles import load_profile

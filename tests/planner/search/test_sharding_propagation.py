@@ -13,8 +13,7 @@ from planner.plans.hints import Hint, hint
 from planner.search.dynamic_programming import fastest, smallest
 from planner.search.problem.hints import constrained
 from planner.search.problem.layered_tables import LayeredTables
-from planner.search.problem.problem import Problem, choices_of
-from planner.search.problem.solution import Solution
+from planner.search.problem.problem import Problem, Solution, choices_of
 from planner.search.sharding_propagation import propagate
 from planner.sharding.placement import PARTIAL
 from simulator.errors import InputError

@@ -18,18 +18,18 @@ from planner.planning.planning import PlanRequest, SearchResult, plan_network
 from planner.plans.hints import Hint, hint
 from planner.plans.pins import Pins
 from planner.plans.plan import Plan, Status, expanded_rules
-from planner.search.problem.by_data import FREE_AXES
-from planner.search.problem.hints import first_not_kept, told_apart
+from planner.search.problem.hints import FREE_AXES, first_not_kept, told_apart
 from planner.search.problem.unaligned import apart
-from planner.search.units.factors import rows_of
 from planner.search.units.hinted import StageHints, StageMesh, hinted_decisions
 from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_decisions, stage_tables
+from planner.search.units.records import rows_of
 from planner.sharding.cuts import OperatorCuts
 from planner.sharding.placement import REPLICATE, MeshAxis, placement_name
 from planner.sharding.rules import Rule
 from simulator.errors import ContextError, InputError, UnsupportedError
 from simulator.profiles import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh
+from tests.planner.search.test_families import least_matrices
 from tests.planner.search.test_labels import brute_force
 
 HARDWARE = load_profile("dgx-a100")
@@ -74,9 +74,9 @@ def test_tables_are_those_of_all_placements_that_keep_the_hints(number: int, see
     """Every placement of every operator of a unit is tried; those that break a hint do not count."""
     random = np.random.default_rng(seed)
     weights = UnitWeights(forward=random.uniform(0.1, 2), backward=random.uniform(0.1, 2), step=random.uniform(0, 1))
-    found = tabled(left(COLUMNS, ROWS)).matrices(weights)[number]
+    found = least_matrices(tabled(left(COLUMNS, ROWS)), weights)[number]
     free = tabled(source())
-    factors, names = free._stage.unit(number).factors, [node.name for node in source().graph.nodes]
+    factors, names = free.unit(number).factors, [node.name for node in source().graph.nodes]
     layout = factors.layout
     forbidden = layout.forbidden.copy()
     for name, wanted in WANTED.items():

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from planner.search.stages import cutting
 from planner.search.stages.cutting import cut, cut_turns
-from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import ACTIVATION, FILL, RESIDENT, STEADY, Fragments
 from planner.search.stages.partition import PartitionTask, partition
 from planner.search.stages.segments import Segments
+from planner.search.stages.turn_search import SHORT
 from tests.planner.search.test_pipeline_partition import tasks
 
 BLOCKS = 12

@@ -18,7 +18,7 @@ from planner.planning.prediction import predict_plan
 from planner.plans.pins import Pins
 from planner.plans.request import SEARCH_MODES
 from planner.search.dynamic_programming import fastest, smallest, solve
-from planner.search.problem.solution import node_rules
+from planner.search.problem.problem import node_rules
 from planner.search.problem.unaligned import aligned, in_runs
 from simulator.errors import UnsupportedError
 from simulator.profiles import load_profile

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from planner.search import dynamic_programming
 from planner.search.dynamic_programming import solve
 from planner.search.exact import buckets
+from planner.search.exact.blocks import TooWideError
 from planner.search.exact.buckets import Buckets, plain
-from planner.search.exact.costing import FAST
-from planner.search.exact.dual import Dual
-from planner.search.exact.elimination import TooWideError
+from planner.search.exact.certified import FAST
 from planner.search.exact.model import model_of, possible
 from planner.search.exact.unrolling import unrolled
-from planner.search.problem.problem import Problem
-from planner.search.problem.solution import Solution
+from planner.search.exact.wide import Dual
+from planner.search.problem.problem import Problem, Solution
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost, total
 from tests.oracles.milp import solve_with_highs
 from tests.planner.search.test_exactness import blocks_of, chains_of_blocks, graphs

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.layered_parameters import USUAL_BALANCE, USUAL_REACH, LayeredCoefficients, LayeredParameters
 from planner.cost.memory.device import training_memory
-from planner.cost.stacks import Stack, family_of
+from planner.cost.stacks import USUAL_BALANCE, USUAL_REACH, LayeredCoefficients, LayeredParameters, Stack, family_of
 from planner.cost.training_run import (
     NOVOGRAD,
     LayeredNetwork,
