@@ -80,7 +80,7 @@ def test_sharding_propagation(
 
     def everything() -> tuple[Problem, Solution | None]:
         problem = problem_of(graph, mesh, 2048 if name == "resnet50" else 64)
-        return problem, sharding_propagation.solve(problem, np.inf, hints)
+        return problem, sharding_propagation.propagate(problem, np.inf, hints).solution
 
     problem, solution = benchmark.pedantic(everything, rounds=5, warmup_rounds=1)
     record(benchmark, constrained(problem, hints), solution)

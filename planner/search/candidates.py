@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -18,7 +18,7 @@ from planner.search.configurations.space import Extent
 from planner.search.dynamic_programming import fastest, least_bytes, once_s
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.hints import FREE_AXES, check_cuts, constrained, rest_by_data, targets
-from planner.search.problem.parts import Parts, time_together
+from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Problem, Setting, Solution
 from planner.search.problem.variables import Decisions
 from planner.sharding.placement import Mesh, MeshAxis
@@ -199,7 +199,6 @@ def explore(
     most = NEAR_ENOUGH * min(steps, default=float("inf"))
     shapes = {(data, tensor): _Shape(space, data, tensor, graphs) for data, tensor in meshes(space)}
     passes = _passes(shapes, known, most)
-    _time_together([shape for mesh, shape in shapes.items() if sum(passes[mesh]) <= most])
     for (data, tensor), shape in shapes.items():
         if sum(passes[data, tensor]) > most:
             possible = True
@@ -309,11 +308,6 @@ class _Shape:
             self._parts[count] = Parts(self.graphs[count], self.space.decisions, setting)
         return self._parts[count]
 
-    @property
-    def known(self) -> bool:
-        """Whether what its operators take was worked out already."""
-        return bool(self._made)
-
     def problem(self, count: int) -> Problem:
         """The operator search at so many micro-batches."""
         if count not in self._made:
@@ -380,16 +374,6 @@ def _micro_batch_counts(space: Space, data: int) -> list[int]:
         if count <= MOST_MICRO_BATCHES and (count >= 2 * counts[-1] or count == most):
             counts.append(count)
     return counts
-
-
-def _time_together(shapes: Iterable[_Shape]) -> None:
-    """Time the operators of meshes at as many micro-batches each as is tried first, those of as many together."""
-    first: dict[int, list[Parts]] = {}
-    for shape in (one for one in shapes if not one.known):
-        first.setdefault(shape.counts[0], []).append(shape.parts(shape.counts[0]))
-    for meshes in first.values():
-        if len(meshes) > 1:
-            time_together(meshes)
 
 
 def _setting(space: Space, costs: MeshCosts, count: int) -> Setting:

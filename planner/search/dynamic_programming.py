@@ -9,13 +9,12 @@ Graphs too wide for that are searched with a beam and bounded by dual decomposit
 
 from __future__ import annotations
 
-from time import perf_counter
 from weakref import finalize
 
 import numpy as np
 
 from planner.search.exact.blocks import TooWideError, Variables
-from planner.search.exact.certified import PROOF, Costing, Exact, Stop
+from planner.search.exact.certified import PROOF, Costing, Exact
 from planner.search.exact.folded import Weights
 from planner.search.exact.limited import Limited
 from planner.search.exact.model import model_of, possible, undominated
@@ -70,24 +69,10 @@ def _solver(problem: Problem) -> DynamicProgramming:
     return _SOLVERS[key]
 
 
-def solve(
-    problem: Problem,
-    memory_limit_bytes: float,
-    *,
-    deadline_s: float | None = None,
-    stop: Stop | None = None,
-    pairs: int = MAX_PAIRS,
-) -> Solution | None:
+def solve(problem: Problem, memory_limit_bytes: float, *, pairs: int = MAX_PAIRS) -> Solution | None:
     """Find the fastest plan whose memory fits; None where even the smallest plan does not.
 
-    Parameters
-    ----------
-    deadline_s
-        Seconds after which no new step of the search is begun: the best plan so far is returned with its bound.
-    stop
-        Asked between steps whether to end likewise, for example after an interrupt.
-    pairs
-        Pairs of labels to look at for what a price of memory leaves open.
+    ``pairs`` of labels are looked at for what a price of memory leaves open.
 
     Returns
     -------
@@ -100,16 +85,11 @@ def solve(
     TooWideError
         Where the graph is too wide and no plan was found, though none is proven impossible.
     """
-    started = perf_counter()
-
-    def over() -> bool:
-        return (deadline_s is not None and perf_counter() - started > deadline_s) or (stop is not None and stop())
-
     try:
         solver = _solver(problem)
     except TooWideError:
-        return _wide(problem, memory_limit_bytes, over)
-    return Limited(solver, memory_limit_bytes, over, pairs=pairs).solve()
+        return _wide(problem, memory_limit_bytes)
+    return Limited(solver, memory_limit_bytes, pairs=pairs).solve()
 
 
 def closed(problem: Problem, solution: Solution, memory_limit_bytes: float, *, pairs: int) -> tuple[Solution, int]:
@@ -117,7 +97,7 @@ def closed(problem: Problem, solution: Solution, memory_limit_bytes: float, *, p
     if solution.gap <= PROOF:
         return solution, 0
     try:
-        search = Limited(_solver(problem), memory_limit_bytes, lambda: False, pairs=pairs)
+        search = Limited(_solver(problem), memory_limit_bytes, pairs=pairs)
     except TooWideError:
         return solution, 0
     found = search.solve()
@@ -129,7 +109,7 @@ def fastest(problem: Problem) -> Solution:
     try:
         return _solver(problem).minimise(0.0)[1]
     except TooWideError:
-        found = _wide(problem, np.inf, lambda: False)
+        found = _wide(problem, np.inf)
         if found is None:
             raise
         return found
@@ -149,7 +129,7 @@ def least_bytes(problem: Problem) -> float:
         return _solver(problem).least_bytes()
     except TooWideError:
         whole = model_of(problem)
-        return WideSearch(Costing(whole), undominated(possible(whole)), np.inf, lambda: False).least_bytes()
+        return WideSearch(Costing(whole), undominated(possible(whole)), np.inf).least_bytes()
 
 
 def smallest(problem: Problem) -> Solution:
@@ -161,14 +141,14 @@ def smallest(problem: Problem) -> Solution:
         solver = _solver(problem)
     except TooWideError:
         whole = model_of(problem)
-        return WideSearch(Costing(whole), undominated(possible(whole)), np.inf, lambda: False).smallest()
+        return WideSearch(Costing(whole), undominated(possible(whole)), np.inf).smallest()
     return solver.solution(solver.least_memory(), 0.0)
 
 
-def _wide(problem: Problem, limit: float, stop: Stop) -> Solution | None:
+def _wide(problem: Problem, limit: float) -> Solution | None:
     """Search a graph that elimination cannot; what states are left by its bound, it may after all."""
     whole = model_of(problem)
-    search = WideSearch(Costing(whole), undominated(possible(whole)), limit, stop)
+    search = WideSearch(Costing(whole), undominated(possible(whole)), limit)
     if not search.possible():
         return None
     search.run()
@@ -177,13 +157,13 @@ def _wide(problem: Problem, limit: float, stop: Stop) -> Solution | None:
             "the graph is too densely connected for exact search, and no plan was found that fits in "
             f"{limit:.4g} bytes, though none is proven impossible; pin more dimensions, for example --pin tp=1"
         )
-    narrow = None if search.proven() or stop() else search.narrowed()
+    narrow = None if search.proven() else search.narrowed()
     if narrow is not None:
         try:
             solver = Exact(search.costing, narrow)
         except TooWideError:
             return search.solution()
-        found = Limited(solver, limit, stop, search.best).solve()
+        found = Limited(solver, limit, search.best).solve()
         # Every plan faster than the best known one is among what is left.
         search.best = search.best if found is None else search.costing.costed(found.assignment, found.layers)
         search.bound = max(search.bound, search.best.seconds if found is None else found.lower_bound_s)

@@ -28,17 +28,8 @@ from planner.search.problem.problem import Problem, Solution
 from planner.search.sequential import Descent, by_distance, by_weight, within_limit
 
 
-def solve(problem: Problem, memory_limit_bytes: float, *, bound: bool = False) -> Solution | None:
-    """Find a good plan whose memory fits; None where even the smallest plan does not.
-
-    Parameters
-    ----------
-    problem : Problem
-    memory_limit_bytes : float
-        Infinite for no limit.
-    bound : bool
-        Whether to take the lower bound from the exact search; else it is 0.
-    """
+def solve(problem: Problem, memory_limit_bytes: float) -> Solution | None:
+    """Find a good plan whose memory fits, its bound 0; None where even the smallest plan does not."""
     tables = LayeredTables(problem)
     weights, distances = by_weight(tables), by_distance(tables, ())
 
@@ -47,9 +38,7 @@ def solve(problem: Problem, memory_limit_bytes: float, *, bound: bool = False) -
         return descent.search(weights, distances, ()) if start is None else descent.settle(start, weights, 1)
 
     found = within_limit(tables, memory_limit_bytes, at_price, partial(dynamic_programming.smallest, problem))
-    if found is None:
-        return None
-    return with_bound(problem, found, memory_limit_bytes) if bound else replace(found, lower_bound_s=0.0, width=0)
+    return found and replace(found, lower_bound_s=0.0, width=0)
 
 
 def with_bound(problem: Problem, solution: Solution, memory_limit_bytes: float, *, pairs: int = MAX_PAIRS) -> Solution:

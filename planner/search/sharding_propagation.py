@@ -15,7 +15,7 @@ every tied parameter whose uses disagree, is reported with what it costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, pairwise
@@ -47,11 +47,6 @@ class Propagation:
 
     solution: Solution | None
     messages: tuple[str, ...]
-
-
-def solve(problem: Problem, memory_limit_bytes: float, hints: Sequence[Hint] = ()) -> Solution | None:
-    """Find a plan under hints whose memory fits; None where there is none. See `propagate`."""
-    return propagate(problem, memory_limit_bytes, hints).solution
 
 
 def propagate(problem: Problem, memory_limit_bytes: float, hints: Sequence[Hint] = ()) -> Propagation:
@@ -231,10 +226,8 @@ def _name(tables: LayeredTables, instance: int) -> str:
     return f"{node.name!r} ({layers})"
 
 
-def _listed(names: Iterable[str], most: int = 3) -> str:
-    names = list(names)
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _tied(tables: LayeredTables, states: Sequence[int]) -> list[str]:

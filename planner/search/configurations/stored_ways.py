@@ -227,7 +227,8 @@ class JoinedUnits:
 
     def picked(self, tables: StageTables, labels: Sequence[int]) -> IntArray:
         """(units,) places of the ways that the labels of a partition name, in the order of the network."""
-        return np.append(0, self.ends)[list(tables.chain.positions)] + np.array(labels)
+        places: IntArray = np.append(0, self.ends)[list(tables.chain.positions)] + np.array(labels)
+        return places
 
     def step_s(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,7 +18,6 @@ SMALL = Weights(0.0, 1.0)
 PROOF = 1e-9
 """A plan this close to its bound, relatively, is optimal."""
 
-Stop = Callable[[], bool]
 Scopes = tuple[Variables, ...]
 
 

@@ -8,7 +8,7 @@ memory. A row of equal blocks takes one layer after the other: permutations of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,18 +29,16 @@ ROUNDING = 1e-11
 
 
 class TooManyLabelsError(Exception):
-    """More labels than there is room for may lead to a plan within the limits, or the time is over."""
+    """More labels than there is room for may lead to a plan within the limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds and bytes that a plan may take, and the time after which to give up."""
+    """Seconds and bytes that a plan may take, and pairs of labels to look at before giving up."""
 
     seconds: float
     bytes: float
-    stop: Callable[[], bool]
-    pairs: int = MAX_PAIRS
-    """Pairs of labels to look at before giving up."""
+    pairs: int
 
     def threshold(self, weights: Weights) -> float:
         """What a plan within the limits costs at most, and a little for rounding."""
@@ -289,7 +287,7 @@ class ParetoSearch:
     def _paired(self, left: Labels, right: Labels) -> Pairs:
         pairs = _pairs(left, right)
         self.pairs += len(pairs.first)
-        if self.limits.stop() or self.pairs > self.limits.pairs:
+        if self.pairs > self.limits.pairs:
             raise TooManyLabelsError
         return pairs
 

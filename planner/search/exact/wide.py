@@ -6,8 +6,8 @@ tables cost at least, each by itself, adds up to a lower bound of any plan, what
     ``sum_v min_s [f_v(s) + sum_e m_ev(s)] + sum_e min_st [f_e(s, t) − m_eu(s) − m_ev(t)] <= min_x sum f``
 
 Sweeps forth and back over an order of the variables raise it (TRW-S: Kolmogorov, "Convergent tree-reweighted message
-passing", IEEE PAMI 28, 2006). The layers of a run share their messages, so that a sweep does not grow with depth; the
-copies of a variable between two layers are bounded each as often as they are there.
+passing", IEEE PAMI 28, 2006). Runs of equal
+blocks are written out before.
 
 The messages tell for any beginning of a plan what it costs at least to complete; a beam keeps the best beginnings.
 States that no better plan can take go, and what is left may be narrow enough for the exact search after all.
@@ -16,148 +16,79 @@ States that no better plan can take go, and what is left may be narrow enough fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.exact.blocks import Table, TooWideError, Variables
-from planner.search.exact.certified import PROOF, SMALL, CostedPlan, Costing, Stop
-from planner.search.exact.folded import Weights, weighed
-from planner.search.exact.model import Mask, Model, Use, copies
-from planner.search.exact.unrolling import unrolled
+from planner.search.exact.blocks import Layout, Table, TooWideError, Variables
+from planner.search.exact.certified import PROOF, SMALL, CostedPlan, Costing
+from planner.search.exact.folded import Layers, Weights, weighed
+from planner.search.exact.model import Mask, Model
 from planner.search.problem.problem import Solution
 
 SWEEPS = 60
 SETTLED = 1e-7
 
 
-@dataclass(frozen=True, slots=True)
-class _CopyKind:
-    """One kind of copy of some variables: how many there are, and its tables of one and of two variables."""
-
-    group: int
-    times: int
-    single: tuple[Use, ...]
-    double: tuple[Use, ...]
-    sends: tuple[bool, ...]
-    """Which of `double` this kind sends messages along: those of a layer are sent by the copies between layers."""
-    ahead: tuple[bool, ...]
-    """Whether the other variable of each of `double` comes later in the order."""
-    place: float
-
-
 class Dual:
-    """Messages for a model at given weights, and the bound that they prove."""
+    """Messages for a model without runs at given weights, and the bound that they prove.
+
+    ``uses[v]`` are the tables of variable v and another one, each with the dim that is v's.
+    """
 
     def __init__(self, model: Model, weights: Weights) -> None:
         self.model = model
         self.cost = {scope: weighed(model, scope, weights) for scope in model.time}
-        self.most = self._dearest()
+        self.most = 1.0 + float(sum(table[np.isfinite(table)].max(initial=0.0) for table in self.cost.values()))
         """No plan costs more; what is forbidden costs twice as much, so that messages stay finite."""
+        self.messages: dict[tuple[Variables, int], Table] = {}
+        self.uses: list[list[tuple[Variables, int]]] = [[] for _ in model.states]
         for scope, table in self.cost.items():
             if np.isinf(table).any():
                 self.cost[scope] = np.minimum(table, 2 * self.most)
-        self.groups = copies(model.layout, len(model.states))
-        self.messages: dict[tuple[Variables, int], Table] = {
-            (scope, dim): np.zeros(len(model.states[v]))
-            for scope in self.cost
-            if len(scope) == 2
-            for dim, v in enumerate(scope)
-        }
+            for dim, v in enumerate(scope if len(scope) == 2 else ()):
+                self.messages[scope, dim] = np.zeros(len(model.states[v]))
+                self.uses[v].append((scope, dim))
         self.places = _order(model)
-        self.kinds = sorted(self._kinds(), key=lambda kind: kind.place)
-        self._kind_of = {v: kind for kind in self.kinds for v in self.groups[kind.group].variables}
+        self.order = sorted(range(len(model.states)), key=lambda v: (self.places[v], v))
         self.bound = self._bound()
 
-    def _dearest(self) -> float:
-        times = dict.fromkeys(self.cost, 1)
-        for block, scopes in zip(self.model.layout.blocks, self.model.layout.in_block, strict=True):
-            times.update(dict.fromkeys(scopes, block.count))
-        return 1.0 + float(sum(n * self.cost[s][np.isfinite(self.cost[s])].max(initial=0.0) for s, n in times.items()))
-
-    def _kinds(self) -> list[_CopyKind]:
-        parts = self.model.layout
-        places = self.places
-        inside = {scope: number for number, scopes in enumerate(parts.in_block) for scope in scopes}
-        entrances = {v for block in parts.blocks for v in block.entrance}
-        repeated = {v: block.count for block in parts.blocks for v in block.inside}
-        row = {v: block.count for block in parts.blocks for v in (*block.entrance, *block.exit)}
-        kinds = []
-        for number, group in enumerate(self.groups):
-            for position, uses in enumerate(group.kinds):
-                border = len(group.kinds) > 1
-                between = len(group.kinds) == 3 and position == 1
-                times = row[group.variables[0]] - 1 if between else repeated.get(group.variables[0], 1)
-                double = tuple(use for use in uses if len(use.scope) == 2)
-                ahead = tuple(_ahead(use, inside, entrances, places) for use in double)
-                last = border and position == len(group.kinds) - 1
-                kinds.append(
-                    _CopyKind(
-                        group=number,
-                        times=times,
-                        single=tuple(use for use in uses if len(use.scope) == 1),
-                        double=double,
-                        sends=tuple(
-                            not border or between or len(group.kinds) == 2 or use.scope not in inside for use in double
-                        ),
-                        ahead=ahead,
-                        place=places[group.variables[1 if last else 0]] + (0.25 if between else 0.0),
-                    )
-                )
-        return kinds
-
-    def _total(self, kind: _CopyKind) -> Table:
-        total = np.zeros(len(self.model.states[self.groups[kind.group].variables[0]]))
-        for use in kind.single:
-            total = total + use.times * self.cost[use.scope]
-        for use in kind.double:
-            total = total + use.times * self.messages[use.scope, use.dim]
+    def total(self, variable: int) -> Table:
+        """What a variable's states cost with their messages."""
+        total = self.cost.get((variable,), np.zeros(len(self.model.states[variable])))
+        for use in self.uses[variable]:
+            total = total + self.messages[use]
         return total
 
     def _sweep(self, forth: bool) -> None:
         """Each variable takes what its tables can give, and hands it on in equal shares to those ahead."""
-        for kind in self.kinds if forth else reversed(self.kinds):
-            own = [u for u, sends in zip(kind.double, kind.sends, strict=True) if sends]
-            onward = [u for u, s, a in zip(kind.double, kind.sends, kind.ahead, strict=True) if s and a == forth]
-            for use in own:
-                self.messages[use.scope, use.dim] = self._all_of(use)
-            if onward:
-                ahead = sum(use.times for use in onward)
-                behind = sum(use.times for use in kind.double) - ahead
-                share = self._total(kind) / max(ahead, behind)
-                for use in onward:
-                    self.messages[use.scope, use.dim] = self.messages[use.scope, use.dim] - share
-
-    def _all_of(self, use: Use) -> Table:
-        """The message that leaves nothing with a table beyond what its other variable was given."""
-        other = self.messages[use.scope, 1 - use.dim]
-        table = self.cost[use.scope]
-        least: Table = (table - other).min(axis=1) if use.dim == 0 else (table - other[:, None]).min(axis=0)
-        return least
+        for v in self.order if forth else reversed(self.order):
+            for scope, dim in self.uses[v]:
+                # The message that leaves nothing with a table beyond what its other variable was given.
+                table, other = self.cost[scope], self.messages[scope, 1 - dim]
+                least = (table - other).min(axis=1) if dim == 0 else (table - other[:, None]).min(axis=0)
+                self.messages[scope, dim] = least
+            ahead = [use for use in self.uses[v] if (self.places[use[0][1 - use[1]]] > self.places[v]) == forth]
+            if ahead:
+                share = self.total(v) / max(len(ahead), len(self.uses[v]) - len(ahead))
+                for use in ahead:
+                    self.messages[use] = self.messages[use] - share
 
     def _bound(self) -> float:
         """The bound that the messages prove."""
-        times = dict.fromkeys(self.cost, 1)
-        for block, scopes in zip(self.model.layout.blocks, self.model.layout.in_block, strict=True):
-            times.update(dict.fromkeys(scopes, block.count))
-        total = sum(kind.times * float(self._total(kind).min()) for kind in self.kinds)
-        for scope in self.cost:
-            if len(scope) == 2:
-                total += times[scope] * float(self.left(scope).min())
-        return total
+        total = sum(float(self.total(v).min()) for v in self.order)
+        return total + sum(float(self.left(scope).min()) for scope in self.cost if len(scope) == 2)
 
     def left(self, scope: Variables) -> Table:
         """What a table of two variables costs after its messages."""
         return self.cost[scope] - self.messages[scope, 0][:, None] - self.messages[scope, 1]
 
-    def tighten(self, stop: Callable[[], bool], sweeps: int = SWEEPS) -> float:
+    def tighten(self) -> float:
         """Sweep until the bound settles; keeps the best messages and returns their bound."""
         best, kept, waited = self.bound, dict(self.messages), 0
-        for number in range(sweeps):
-            if stop():
-                break
+        for number in range(SWEEPS):
             self._sweep(True)
             self._sweep(False)
             bound = self._bound()
@@ -169,70 +100,85 @@ class Dual:
         self.messages, self.bound = kept, best
         return best
 
-    def _floor(self, kind: _CopyKind) -> float:
-        """What a variable and its tables add to the bound."""
-        floor = float(self._total(kind).min())
-        return floor + sum(use.times * float(self.left(use.scope).min()) for use in kind.double)
-
-    def total_of(self, variable: int) -> Table:
-        """What a variable's states cost with their messages, where there are no runs."""
-        return self._total(self._kind_of[variable])
-
-    def uses_of(self, variable: int) -> tuple[Use, ...]:
-        """Tables of a variable and another one, where there are no runs."""
-        return self._kind_of[variable].double
-
     def below(self, threshold: float) -> list[Mask]:
         """States that some plan of at most `threshold` may take, as far as the messages tell."""
-        keep = [np.zeros(len(s), dtype=np.bool_) for s in self.model.states]
-        slack = threshold + 1e-9 * abs(threshold) - self.bound
-        for kind in self.kinds:
-            cost = self._total(kind)
-            for use in kind.double:
-                left = self.left(use.scope)
-                cost = cost + use.times * left.min(axis=1 - use.dim)
-            lives = cost <= self._floor(kind) + slack
-            for v in self.groups[kind.group].variables:
-                keep[v] = keep[v] | lives
+        slack, keep = threshold + 1e-9 * abs(threshold) - self.bound, []
+        for v in range(len(self.model.states)):
+            cost = self.total(v)
+            floor = float(cost.min()) + sum(float(self.left(scope).min()) for scope, _ in self.uses[v])
+            for scope, dim in self.uses[v]:
+                cost = cost + self.left(scope).min(axis=1 - dim)
+            keep.append(cost <= floor + slack)
         return keep
 
 
-def _ahead(use: Use, inside: dict[Variables, int], entrances: set[int], places: Sequence[float]) -> bool:
-    own, other = use.scope[use.dim], use.scope[1 - use.dim]
-    if use.scope in inside and own in entrances:
-        return True
-    return places[other] > places[own]
-
-
-def _order(model: Model) -> list[float]:
-    """Places of the variables on a walk through the graph, breadth first; of a block, its entrance first, exit last."""
+def _order(model: Model) -> list[int]:
+    """Places of the variables on a walk through the graph, breadth first."""
     neighbours: list[dict[int, None]] = [{} for _ in model.states]
     for scope in model.time:
         if len(scope) == 2:
             neighbours[scope[0]][scope[1]] = neighbours[scope[1]][scope[0]] = None
-    place = [-1.0] * len(neighbours)
-    count = 0
+    place: dict[int, int] = {}
     for start in sorted(range(len(neighbours)), key=lambda v: (len(neighbours[v]), v)):
-        queue = deque([start] if place[start] < 0 else [])
+        queue = deque([start])
         while queue:
             v = queue.popleft()
-            if place[v] >= 0:
-                continue
-            place[v] = float(count)
-            count += 1
-            queue.extend(n for n in neighbours[v] if place[n] < 0)
-    for block in model.layout.blocks:
-        enter = min((place[v] for v in block.entrance), default=-1.0)
-        for v in block.entrance:
-            place[v] = enter
-        ranked = sorted(block.inside, key=lambda v: place[v])
-        for rank, v in enumerate(ranked):
-            place[v] = enter + 0.3 + 0.5 * (rank + 1) / (len(ranked) + 1)
-        for v in block.exit:
-            place[v] = enter + 0.9
-        for v in block.shared:
-            place[v] = min(place[v], enter - 1.0)
-    return place
+            if v not in place:
+                place[v] = len(place)
+                queue.extend(n for n in neighbours[v] if n not in place)
+    return [place[v] for v in range(len(neighbours))]
+
+
+@dataclass(frozen=True, slots=True)
+class Unrolled:
+    """A model with the layers of runs as variables of their own, and what became of each variable.
+
+    ``origin[w]`` is the variable that variable w of the new model stands for. ``layers[r][i]`` says for layer i + 1 of
+    run r which new variable stands for each of the block's.
+    """
+
+    model: Model
+    origin: tuple[int, ...]
+    layers: tuple[tuple[Mapping[int, int], ...], ...]
+
+    def folded(self, keep: Sequence[Mask]) -> list[Mask]:
+        """States of the variables of the model before that some copy keeps."""
+        masks: dict[int, Mask] = {}
+        for v, mask in zip(self.origin, keep, strict=True):
+            masks[v] = masks[v] | mask if v in masks else mask
+        return [masks[v] for v in range(len(masks))]
+
+    def plan(self, states: Mapping[int, int]) -> tuple[dict[int, int], Layers]:
+        """States of the model before."""
+        layers = tuple(tuple({v: states[w] for v, w in copy.items()} for copy in copies) for copies in self.layers)
+        # Entrances stand for the first layer's, what else a block has for the last layer's: both kept their numbers.
+        return {v: states[v] for v in range(max(self.origin, default=-1) + 1)}, layers
+
+
+def unrolled(model: Model) -> Unrolled:
+    """Write out the layers of every run (behind the very first, which is out)."""
+    origin, layers = list(range(len(model.states))), []
+    time, memory, outside = dict(model.time), dict(model.memory), list(model.layout.outside)
+    for block, scopes in zip(model.layout.blocks, model.layout.in_block, strict=True):
+        rows: list[dict[int, int]] = []
+        before = dict(zip(block.entrance, block.entrance, strict=True))
+        for number in range(block.count):
+            own = {v: v for v in (*block.inside, *block.exit)}
+            if number < block.count - 1:  # the last block keeps its variables, as what follows the run reads them
+                own = {v: len(origin) + i for i, v in enumerate(own)}
+                origin.extend(own.keys())
+            rows.append({**before, **own})
+            before = {e: own[x] for e, x in zip(block.entrance, block.exit, strict=True)}
+            for old in scopes:
+                new = tuple(rows[-1].get(v, v) for v in old)
+                outside.append(new)
+                time[new] = model.time[old]
+                if old in model.memory:
+                    memory[new] = model.memory[old]
+        layers.append(tuple(rows))
+    used, states = set(outside), tuple(model.states[v] for v in origin)
+    time, memory = ({scope: of[scope] for scope in of if scope in used} for of in (time, memory))
+    return Unrolled(Model(Layout((), tuple(outside), ()), states, time, memory), tuple(origin), tuple(layers))
 
 
 BEAM = 64
@@ -254,7 +200,6 @@ class Beam:
         self.memory = memory
         self.limit = limit
         self.sizes = dual.model.sizes
-        self.order = sorted(range(len(self.sizes)), key=lambda v: (dual.places[v], v))
 
     def run(self, width: int = BEAM) -> NDArray[np.int32]:
         """States of all variables for each plan that is left at the end, best first; may be none."""
@@ -262,7 +207,7 @@ class Beam:
         cost, bytes_ = np.zeros(1), np.zeros(1)
         done: set[int] = set()
         slack = self.limit - self.memory.bound + 1e-9 * abs(self.limit) if np.isfinite(self.limit) else np.inf
-        for v in self.order:
+        for v in self.dual.order:
             total = cost[:, None] + self._added(self.dual, v, states, done)
             if np.isfinite(slack):
                 needed = bytes_[:, None] + self._added(self.memory, v, states, done)
@@ -280,12 +225,11 @@ class Beam:
 
     def _added(self, dual: Dual, v: int, states: NDArray[np.int32], done: set[int]) -> Table:
         """By how much each state of `v` raises the bound of each beginning, shape (beginnings, states)."""
-        own = dual.total_of(v)
+        own = dual.total(v)
         added = np.broadcast_to(own - own.min(), (len(states), len(own))).copy()
-        for use in dual.uses_of(v):
-            other = use.scope[1 - use.dim]
-            left = dual.left(use.scope)
-            left = left - left.min() if use.dim == 0 else left.T - left.min()
+        for scope, dim in dual.uses[v]:
+            other, left = scope[1 - dim], dual.left(scope)
+            left = left - left.min() if dim == 0 else left.T - left.min()
             if other in done:
                 taken = states[:, other]
                 added += left.T[taken] - left.min(axis=0)[taken][:, None]
@@ -297,11 +241,10 @@ class Beam:
 class WideSearch:
     """The best plan and the bound of a model of any width, under a memory limit."""
 
-    def __init__(self, costing: Costing, model: Model, limit: float, stop: Stop) -> None:
+    def __init__(self, costing: Costing, model: Model, limit: float) -> None:
         self.costing = costing
         self.model = model
         self.limit = limit
-        self.stop = stop
         self.unrolled = unrolled(model)
         self.best: CostedPlan | None = None
         self.bound = 0.0
@@ -310,7 +253,7 @@ class WideSearch:
 
     def _dual(self, weights: Weights) -> Dual:
         dual = Dual(self.unrolled.model, weights)
-        dual.tighten(self.stop)
+        dual.tighten()
         return dual
 
     def possible(self) -> bool:
@@ -361,7 +304,7 @@ class WideSearch:
                     and (self.best is None or plan.seconds < self.best.seconds)
                 ):
                     self.best = plan
-            if self.proven() or self.stop() or not free:
+            if self.proven() or not free:
                 return
             if free[0].bytes <= self.limit:
                 high = price

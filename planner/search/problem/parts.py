@@ -6,40 +6,24 @@ One count for every search: the objective of a whole mesh adds the parts up one 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.work import cast_bytes, stored_elements, traffic_bytes, update_traffic
+from planner.cost.work import stored_elements, update_traffic
 from planner.graph.fusion import with_imbalance
-from planner.graph.kernel_shapes import kernel_shape, local_kernel
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.states import Setting, States, StatesOnMesh
-from planner.search.problem.variables import Decisions, Edge, Kind, Variable, masks, once_a_step
-from planner.sharding.inner_messages import inner_messages, message_bytes, summing, waiting_time
+from planner.search.problem.variables import Decisions, Edge, Kind, Variable, once_a_step
 from planner.sharding.placement import PARTIAL
-from planner.sharding.redistribution import placement_index
-from planner.sharding.rule_notation import InnerMessage
 from simulator.corrections import kernel_factor
-from simulator.kernels import has_shape_model, kernel_time, shaped_time
-from simulator.program import SUMMED_CLASS, Kernel, Phase
+from simulator.kernels import kernel_time
+from simulator.program import Kernel, Phase
 
 FloatArray = NDArray[np.float64]
 Scope = tuple[int, ...]
-Messages = Sequence[tuple[int, InnerMessage]]
-"""Collectives inside an operator, each with the number of the choice that sends it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Seconds of a micro-batch, arrays of one shape: all of them, and the communication among them."""
-
-    total: FloatArray
-    communication: FloatArray
 
 
 class Parts:
@@ -77,136 +61,35 @@ class Parts:
         """Whether a tensor moves once a step, in messages of many: parameters and their gradients."""
         return once_a_step(self.decisions.variables, edge)
 
-    def shares(self, states: States, placements: Sequence[int]) -> FloatArray:
-        """Part of a tensor that is local in each state; `placements` are those of each choice.
+    def handed_back(self, states: States) -> tuple[TensorRef, NDArray[np.int64], NDArray[np.int64]] | None:
+        """The gradient that a station hands back, if any, with its placements as it is summed and as it is handed back.
 
-        Most operators of a variable read and write tensors that are cut alike.
+        Both have shape (axes, states).
         """
-        key: tuple[str | bool | int, ...] = ("local", *placements)
-        if key not in states.known:
-            cut = np.array(placements, dtype=np.int64) >= 0
-            share = np.ones(len(states))
-            for row, size in zip(states.choice, self._axes(), strict=True):
-                share = np.where(cut[row], share / size, share)
-            share.setflags(write=False)
-            states.known[key] = share
-        found: FloatArray = states.known[key]
-        return found
-
-    def _axes(self) -> Sequence[int | NDArray[np.int64]]:
-        """Ranks along each axis; of several meshes at once by state."""
-        return self.sizes
-
-    def node_seconds(self, states: States, position: int) -> Seconds:
-        """Seconds of the `position`-th node of a variable in each state, with the collectives inside it."""
-        key = ("seconds", position)
-        if key not in states.known:
-            states.known[key] = self._node_seconds(states, position)
-        found: Seconds = states.known[key]
-        return found
-
-    def _node_seconds(self, states: States, position: int) -> Seconds:
-        node = self.node(states, position)
-        hardware, choices = self.setting.costs.hardware, states.variable.choices
-        work = np.ones(len(states))
-        splits = np.array([c.rules[position].splits_work for c in choices])
-        for row, size in zip(states.choice, self._axes(), strict=True):
-            work = np.where(splits[row], work / size, work)
-        ports = [[c.rules[position].inputs[i] for c in choices] for i in range(len(node.tensor_inputs))]
-        ports += [[c.rules[position].outputs[i] for c in choices] for i in range(len(node.outputs))]
-        shares = [self.shares(states, codes) for codes in ports]
-        dtype = node.kernel_dtype
-        moved, flops = traffic_bytes(self.graph, node, shares), node.flops * work
-        ran = node.timed_as
-        shape = kernel_shape(self.graph, node) if has_shape_model(hardware, ran) else None
-        if shape is None:
-            time = kernel_time(hardware, ran, dtype, flops, moved)
-        else:
-            first, second, result = (shares[port] for port in shape.ports)
-            local = local_kernel(ran, shape.sizes, (first, second, result), work)
-            time = shaped_time(hardware, ran, dtype, local, flops, moved)
-        time = time * self._factor(ran, dtype)
-        if ran in SUMMED_CLASS:
-            kernel, summed = SUMMED_CLASS[ran], summing([c.rules[position] for c in choices])
-            others = kernel_time(hardware, kernel, dtype, flops, moved) * self._factor(kernel, dtype)
-            time = np.where(summed[states.choice].any(axis=0), others, time)
-        if node.product_dtype:
-            narrow = cast_bytes(self.graph, node, shares)
-            wide = node.outputs[0].dtype
-            cast_s = kernel_time(hardware, Kernel.ELEMENTWISE, wide, np.zeros_like(narrow), narrow)
-            time = time + cast_s * self._factor(Kernel.ELEMENTWISE, wide)
-        messages = [(n, m) for n, c in enumerate(choices) for m in inner_messages(c.rules[position])]
-        inside = self._inside(states, messages, node, shares, time) if messages else np.zeros(len(states))
-        return Seconds(time + inside, inside)
-
-    def _inside(
-        self, states: States, messages: Messages, node: Node, shares: Sequence[FloatArray], work_s: FloatArray
-    ) -> FloatArray:
-        """Seconds an operator waits for its inner collectives."""
-        inside = np.zeros(len(states))
-        for number, message in messages:
-            for axis, size in enumerate(self.sizes):
-                payload = message_bytes(self.graph, node, message, shares, size)
-                sent = self.setting.costs.message_time(message.collective, axis, np.maximum(payload, 1.0))
-                chosen = (states.choice[axis] == number) & (payload > 0)
-                inside += np.where(chosen, waiting_time(message, size, sent, work_s), 0.0)
-        return inside
-
-    def _factor(self, kernel: Kernel, dtype: str) -> float:
-        return kernel_factor(self.setting.costs.hardware, kernel, dtype, self.setting.costs.mesh.size)
-
-    def handing_back(self, states: States) -> FloatArray:
-        """Seconds in which a station turns the summed gradient into the placement it is handed back in."""
         gradient = _gradient_of(states.variable)
         if gradient is None:
-            return np.zeros(len(states))
+            return None
         summed = [c.rules[-1].outputs[0] if c.rules else c.reads[gradient] for c in states.variable.choices]
-        before = np.array(summed, dtype=np.int64)[states.choice]
-        spec = self.graph.spec(gradient)
-        rank = len(spec.shape)
-        table = self.setting.costs.redistribution(rank, spec.size_bytes, fused=False, masks=False)
-        after = states.placements(gradient, reads=False)
-        return table[placement_index(before, rank), placement_index(after, rank)]
+        return gradient, np.array(summed, dtype=np.int64)[states.choice], states.placements(gradient, reads=False)
 
     def elements(self, states: States) -> FloatArray:
         """Local elements of a parameter in each state, as many as its bytes make where it is stored narrower."""
         ref = TensorRef(states.variable.nodes[0])
-        held = stored_elements(self.graph, ref)
-        return self.shares(states, [c.writes[ref] for c in states.variable.choices]) * held
+        return self._local(1.0, states.placements(ref, reads=False)) * stored_elements(self.graph, ref)
 
     def update_seconds(self, states: States) -> FloatArray:
         """Seconds of the optimizer's update of the stored shard of a parameter; frozen ones have none."""
-        if states.variable.nodes[0] not in self.graph.trained:
+        node, hardware = states.variable.nodes[0], self.setting.costs.hardware
+        if node not in self.graph.trained:
             return np.zeros(len(states))
-        if ("update",) not in states.known:
-            states.known["update",] = self._update_seconds(states)
-        found: FloatArray = states.known["update",]
-        return found
-
-    def _update_seconds(self, states: States) -> FloatArray:
         held, update = self.elements(states), self.setting.optimizer
-        dtype = self.graph.spec(TensorRef(states.variable.nodes[0])).dtype
-        time = kernel_time(
-            self.setting.costs.hardware,
-            Kernel.OPTIMIZER,
-            dtype,
-            held * update.flops,
-            held * update_traffic(update, dtype),
-        )
-        return time * self._factor(Kernel.OPTIMIZER, dtype)
-
-    def move_seconds(self, edge: Edge) -> FloatArray:
-        """Seconds of moving a tensor from each state of its writer to each of its reader, infinite where impossible."""
-        spec = self.graph.spec(edge.tensor)
-        masked = masks(self.decisions.variables, edge)
-        table = self.setting.costs.redistribution(
-            len(spec.shape), spec.size_bytes, fused=self.fused(edge), masks=masked
-        )
-        rows, columns = self.ends(edge)
-        return table[rows[:, None], columns[None, :]]
+        dtype = self.graph.spec(TensorRef(node)).dtype
+        traffic = held * update_traffic(update, dtype)
+        time = kernel_time(hardware, Kernel.OPTIMIZER, dtype, held * update.flops, traffic)
+        return time * kernel_factor(hardware, Kernel.OPTIMIZER, dtype, self.setting.costs.mesh.size)
 
     def scatter_seconds(self, edge: Edge) -> FloatArray:
-        """Seconds of a gradient's way to its shards up to its last reduce-scatter, by states as `move_seconds`."""
+        """Seconds of a gradient's way to its shards up to its last reduce-scatter, by states of both ends."""
         spec = self.graph.spec(edge.tensor)
         rows, columns = self.ends(edge)
         return self.setting.costs.scattering(len(spec.shape), spec.size_bytes)[rows[:, None], columns[None, :]]
@@ -223,7 +106,11 @@ class Parts:
 
     def local_bytes(self, tensor: TensorRef, placements: NDArray[np.int64]) -> FloatArray:
         """Bytes of one rank's piece of a tensor; `placements` have shape (axes, states)."""
-        share = np.full(placements.shape[1], float(self.graph.spec(tensor).size_bytes))
+        return self._local(float(self.graph.spec(tensor).size_bytes), placements)
+
+    def _local(self, whole: float, placements: NDArray[np.int64]) -> FloatArray:
+        """What one rank has of a whole, by state."""
+        share = np.full(placements.shape[1], whole)
         for row, size in zip(placements, self.sizes, strict=True):
             share = np.where(row >= 0, share / size, share)
         return share
@@ -320,68 +207,3 @@ def _is_view_of(graph: OperatorGraph, ref: TensorRef, saved: Mapping[TensorRef, 
         if ref in saved or graph.nodes[ref.node].role is not Role.OPERATOR:
             return True
     return False
-
-
-def time_together(meshes: Sequence[Parts]) -> None:
-    """Time the operators and updates of the same graph and decisions on several meshes, each kind of kernel once.
-
-    What the parts of each mesh are asked for later is known then.
-    """
-    for parts in meshes:
-        # Most of them will be asked for their messages, in few calls.
-        parts.prepare(moves=True)
-    kinds = dict.fromkeys(states.kind for states in map(meshes[0].states, range(len(meshes[0].decisions.variables))))
-    for number in kinds:
-        _Abreast(meshes, number).time()
-
-
-class _Abreast(Parts):
-    """The states of one variable on several meshes behind each other."""
-
-    def __init__(self, meshes: Sequence[Parts], number: int) -> None:
-        first = meshes[0]
-        super().__init__(first.graph, first.decisions, first.setting)
-        self.meshes = meshes
-        self.each = [parts.states(number) for parts in meshes]
-        self.slices = [slice(*ends) for ends in pairwise(np.cumsum([0, *map(len, self.each)]).tolist())]
-        self.names = tuple(dict.fromkeys(name for parts in meshes for name in parts.names))
-        rows = [self._row(name) for name in self.names]
-        self.whole = States(self.each[0].variable, np.array([choice for choice, _ in rows]), number)
-        self.sizes_of_states = [size for _, size in rows]
-
-    def _row(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Choices along one axis, and its size, by state; an axis that a mesh does not have has one rank there."""
-        choices, sizes = [], []
-        for parts, states in zip(self.meshes, self.each, strict=True):
-            there = name in parts.names
-            place = parts.names.index(name) if there else 0
-            choices.append(states.choice[place] if there else np.zeros(len(states), dtype=np.int64))
-            sizes.append(parts.sizes[place] if there else 1)
-        return np.concatenate(choices), np.repeat(sizes, list(map(len, self.each)))
-
-    def time(self) -> None:
-        """Work out what is asked of the variable, and note it for each mesh."""
-        variable = self.whole.variable
-        if variable.kind is Kind.PARAMETER:
-            self._note(("update",), self.update_seconds(self.whole))
-        elif variable.kind is not Kind.INPUT:
-            for position in range(len(variable.nodes)):
-                found = self.node_seconds(self.whole, position)
-                self._note(("seconds", position), found.total, found.communication)
-
-    def _note(self, key: tuple[str | int, ...], total: FloatArray, communication: FloatArray | None = None) -> None:
-        for states, own in zip(self.each, self.slices, strict=True):
-            states.known[key] = total[own] if communication is None else Seconds(total[own], communication[own])
-
-    def _axes(self) -> Sequence[int | NDArray[np.int64]]:
-        return self.sizes_of_states
-
-    def _inside(
-        self, states: States, messages: Messages, node: Node, shares: Sequence[FloatArray], work_s: FloatArray
-    ) -> FloatArray:
-        """Messages are those of each mesh."""
-        found = [
-            parts._inside(mine, messages, node, [share[own] for share in shares], work_s[own])
-            for parts, mine, own in zip(self.meshes, self.each, self.slices, strict=True)
-        ]
-        return np.concatenate(found)

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,11 @@ from planner.cost.work import state_bytes, trained_dtype
 from planner.graph.folding import block_index, template_name
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Run, TensorRef
 from planner.plans.plan import LayerRules, NodeRules
+from planner.search.problem.amounts import AmountLedger, MeshCase
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import Setting, States
 from planner.search.problem.variables import Choice, Decisions, Edge, Kind
+from planner.sharding.redistribution import placement_index
 
 __all__ = ["Cost", "Problem", "Setting", "States", "choices_of"]
 
@@ -45,6 +48,13 @@ class Cost:
 
     time: FloatArray
     memory: FloatArray
+
+
+class Work(NamedTuple):
+    """Seconds (states,) of operators in a micro-batch, or of an update; ``kernels`` are those without messages."""
+
+    time: FloatArray
+    kernels: FloatArray
 
 
 class Problem:
@@ -64,6 +74,7 @@ class Problem:
         self.sizes = self.parts.sizes
         self.states = tuple(self.parts.states(number) for number in range(len(decisions.variables)))
         alike = {s.kind: s for s in self.states}
+        self._work = self._worked(alike)
         unary = {kind: self._unary(states) for kind, states in alike.items()}
         self._alone = tuple(unary[s.kind] for s in self.states)
 
@@ -81,27 +92,16 @@ class Problem:
     @property
     def least_kernels_s(self) -> float:
         """`least_work_s` without messages inside operators: updates, and kernels in the state that computes least."""
-        times, least = self.graph.multiplicity, dict[int, float]()
-        for states in self.states:
-            if states.kind not in least:
-                least[states.kind] = self._kernels_s(states)
+        times = self.graph.multiplicity
         return sum(
-            least[states.kind] * (times[variable.nodes[0]] if variable.nodes else 1)
+            self._step_s(states, self._work[states.kind].kernels.min())
+            * (times[variable.nodes[0]] if variable.nodes else 1)
             for states, variable in zip(self.states, self.decisions.variables, strict=True)
         )
 
-    def _kernels_s(self, states: States) -> float:
-        """The least seconds of a step of one variable's update or kernels."""
-        nodes = range(len(states.variable.nodes))
-        if states.variable.kind is Kind.PARAMETER:
-            return float(self.parts.update_seconds(states).min())
-        if states.variable.kind is Kind.INPUT or not nodes:
-            return 0.0
-        seconds = np.zeros(len(states))
-        for position in nodes:
-            found = self.parts.node_seconds(states, position)
-            seconds += found.total - found.communication
-        return self.setting.micro_batches * float(seconds.min())
+    def _step_s(self, states: States, seconds: float) -> float:
+        """Seconds of a step of a variable's kernels, which run for every micro-batch, or of its update."""
+        return float(seconds if states.variable.kind is Kind.PARAMETER else self.setting.micro_batches * seconds)
 
     def parts_s(self, assignments: Iterable[Mapping[int, int]]) -> tuple[float, float]:
         """Seconds of kernels and of updates in an objective; each of the assignments gives variables their states."""
@@ -113,19 +113,28 @@ class Problem:
                 continue
             key = states.kind, state
             if key not in known:
-                known[key] = states.variable.kind is Kind.PARAMETER, self._seconds(states, state)
+                known[key] = states.variable.kind is Kind.PARAMETER, float(self._work[states.kind].kernels[state])
             updates, own = known[key]
             seconds[updates] += own
         return self.setting.micro_batches * seconds[False], seconds[True]
 
-    def _seconds(self, states: States, state: int) -> float:
-        """Seconds of the update of a variable in a state, or of its kernels in one micro-batch."""
-        if states.variable.kind is Kind.PARAMETER:
-            return float(self.parts.update_seconds(states)[state])
-        if states.variable.kind is Kind.INPUT:
-            return 0.0
-        found = (self.parts.node_seconds(states, n) for n in range(len(states.variable.nodes)))
-        return sum(float(one.total[state] - one.communication[state]) for one in found)
+    def _worked(self, alike: Mapping[int, States]) -> dict[int, Work]:
+        """Work of the variables of each kind, whose operators are timed together."""
+        ledger, coded = AmountLedger(self.parts), dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]]()
+        for kind, states in alike.items():
+            operators = () if states.variable.kind in (Kind.PARAMETER, Kind.INPUT) else states.variable.nodes
+            coded[kind] = [ledger.seconds(states, position) for position in range(len(operators))]
+        amounts = ledger.amounts()
+        values, found = amounts.values([MeshCase(self.setting.costs, self.graph.batch_size)])[0], dict[int, Work]()
+        for kind, states in alike.items():
+            time, kernels = np.zeros((2, len(states)))
+            if states.variable.kind is Kind.PARAMETER:
+                time = kernels = self.parts.update_seconds(states)
+            for all_of_it, inside in coded[kind]:
+                seconds, waits = values[amounts.numbers(all_of_it)], values[amounts.numbers(inside)]
+                time, kernels = time + seconds, kernels + (seconds - waits)
+            found[kind] = Work(time, kernels)
+        return found
 
     @cached_property
     def unary(self) -> tuple[Cost, ...]:
@@ -144,18 +153,19 @@ class Problem:
         return self._with_saved(pairs), pairs
 
     def _unary(self, states: States) -> Cost:
-        time = np.zeros(len(states))
-        variable = states.variable
+        time, variable = self._work[states.kind].time, states.variable
         if variable.kind is Kind.PARAMETER:
             trained = variable.nodes[0] in self.graph.trained
             dtype = self.graph.spec(TensorRef(variable.nodes[0])).dtype if trained else trained_dtype(self.graph)
             bytes_each = DTYPE_BYTES[dtype] + (state_bytes(self.setting.optimizer, dtype) if trained else 0.0)
-            return Cost(self.parts.update_seconds(states), self.parts.elements(states) * bytes_each)
-        if variable.kind is not Kind.INPUT:
-            for position in range(len(variable.nodes)):
-                time = time + self.parts.node_seconds(states, position).total
-        if variable.kind is Kind.STATION:
-            time = time + self.parts.handing_back(states)
+            return Cost(time, self.parts.elements(states) * bytes_each)
+        handed = self.parts.handed_back(states) if variable.kind is Kind.STATION else None
+        if handed is not None:
+            gradient, before, after = handed
+            spec = self.graph.spec(gradient)
+            rank = len(spec.shape)
+            table = self.setting.costs.redistribution(rank, spec.size_bytes, fused=False, masks=False)
+            time = time + table[placement_index(before, rank), placement_index(after, rank)]
         return Cost(time * self.setting.micro_batches, np.zeros(len(states)))
 
     def _pairs(self) -> dict[tuple[int, int], Cost]:

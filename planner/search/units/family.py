@@ -12,9 +12,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.search.problem.amounts import AmountLedger, Amounts, MeshCase
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import States
-from planner.search.units.amounts import AmountLedger, Amounts, MeshCase
 from planner.search.units.records import (
     PARTS,
     RECOMPUTE,

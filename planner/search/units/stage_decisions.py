@@ -9,11 +9,11 @@ from functools import cached_property
 from planner.cost.work import traffic_sizes
 from planner.graph.chain import Chain, chain
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
+from planner.search.problem.amounts import MeshCase
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import Parts, saved_tensors
 from planner.search.problem.states import CONTEXT, Setting
 from planner.search.problem.variables import Choice, Decisions, Kind, Variable, decisions
-from planner.search.units.amounts import MeshCase
 from planner.search.units.transient import Flight, flight_of
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.context import Algorithm, ContextAxis, context_axis

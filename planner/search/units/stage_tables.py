@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import TensorRef
+from planner.search.problem.amounts import MeshCase
 from planner.search.problem.parts import Parts
 from planner.search.problem.variables import Kind
-from planner.search.units.amounts import MeshCase
 from planner.search.units.elimination import Minima
 from planner.search.units.family import family_of
 from planner.search.units.records import BoundaryStates, Least, Minimum, UnitFactors, UnitWeights, rows_of

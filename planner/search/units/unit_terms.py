@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from planner.graph.operator_graph import Role, TensorRef
 from planner.graph.recompute import MODES
+from planner.search.problem.amounts import NOTHING, AmountLedger, Redistributions, calls_of
 from planner.search.problem.parts import Parts, has_partial
 from planner.search.problem.states import States
 from planner.search.problem.variables import Edge, Kind, Move
-from planner.search.units.amounts import NOTHING, AmountLedger, Redistributions, calls_of
 from planner.search.units.records import Scope, TablePart
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.placement import REPLICATE

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.search.exact.certified import Costing
-from planner.search.exact.condensed import condensed
 from planner.search.exact.folded import FoldedElimination, Weights, marginals
+from planner.search.exact.limited import condensed
 from planner.search.exact.model import Model, model_of, possible
 from tests.planner.search.problems import captured, make_mesh, make_problem
 

@@ -19,7 +19,7 @@ from tests.planner.search.problems import captured, make_mesh, make_problem
 MODES: Mapping[str, Callable[[Problem, float], Solution | None]] = {
     "dynamic_programming": dynamic_programming.solve,
     "recursive_programming": recursive_programming.solve,
-    "sharding_propagation": sharding_propagation.solve,
+    "sharding_propagation": lambda problem, limit: sharding_propagation.propagate(problem, limit).solution,
 }
 every_mode = pytest.mark.parametrize("solve", MODES.values(), ids=MODES)
 

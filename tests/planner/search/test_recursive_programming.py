@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.search import dynamic_programming
 from planner.search.problem.problem import Problem, Solution
-from planner.search.recursive_programming import solve
+from planner.search.recursive_programming import solve, with_bound
 from planner.search.sequential import prime_factors
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost
 from tests.planner.search.one_axis import OneAxis, one_axis, wide_graphs
@@ -20,9 +20,14 @@ from tests.planner.search.problems import captured, captured_small, make_mesh, m
 from tests.planner.search.test_exactness import chains_of_blocks
 
 
+def bounded(problem: Problem, limit: float) -> Solution | None:
+    found = solve(problem, limit)
+    return found and with_bound(problem, found, limit)
+
+
 def check(problem: OneAxis, limit: float) -> None:
     expected = exhaustive(problem, limit)
-    found = solve(cast("Problem", problem), limit, bound=True)
+    found = bounded(cast("Problem", problem), limit)
     assert (found is None) == (expected is None)
     if found is None or expected is None:
         return
@@ -84,7 +89,7 @@ def test_keeps_the_memory_limit(share: float) -> None:
     problem = make_problem(captured("gpt2-tiny", 4), make_mesh(data=4))
     low = dynamic_programming.smallest(problem).memory_bytes
     limit = low + share * (dynamic_programming.fastest(problem).memory_bytes - low)
-    found = solve(problem, limit, bound=True)
+    found = bounded(problem, limit)
     assert found is not None
     assert found.memory_bytes <= limit
     assert 0 < found.lower_bound_s <= found.objective_s

@@ -13,7 +13,6 @@ from planner.graph.scaling import at_batch
 from planner.networks import load_network
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.parts import Parts, time_together
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.states import StatesOnMesh
 from planner.search.problem.variables import Decisions, Kind, decisions
@@ -46,22 +45,6 @@ def test_variables_that_are_alike_cost_what_they_would_alone(gpt: tuple[Operator
     for key, cost in expected.pairs.items():
         assert np.array_equal(found.pairs[key].time, cost.time)
         assert np.array_equal(found.pairs[key].memory, cost.memory)
-
-
-def test_meshes_that_are_timed_together_take_what_each_takes_alone(gpt: tuple[OperatorGraph, Decisions]) -> None:
-    graph, made = gpt
-    graph = at_batch(graph, 8)
-    profile = load_profile("dgx-a100")
-    shapes = ((MeshAxis("data", 2), MeshAxis("tensor", 4)), (MeshAxis("data", 4), MeshAxis("tensor", 2)))
-    meshes = [Mesh(axes) for axes in (*shapes, (MeshAxis("data", 8),), (MeshAxis("tensor", 8),))]
-    settings = [replace(setting(2), costs=MeshCosts(profile, mesh, 25 * 2**20)) for mesh in meshes]
-    parts = [Parts(graph, made, one) for one in settings]
-    time_together(parts)
-    for one, known in zip(settings, parts, strict=True):
-        alone, found = Problem(graph, made, one), Problem(graph, made, one, known)
-        for mine, theirs in zip(found.unary, alone.unary, strict=True):
-            assert np.array_equal(mine.time, theirs.time)
-            assert np.array_equal(mine.memory, theirs.memory)
 
 
 @pytest.mark.parametrize(("data", "tensor", "shared"), [(2, 2, True), (32, 2, False), (2, 32, False), (3, 4, True)])
@@ -115,7 +98,9 @@ def test_sharded_gradients_are_scattered_every_micro_batch(
             continue
         key = (min(edge.source, edge.target), max(edge.source, edge.target))
         scattered = each.parts.scatter_seconds(edge)
-        whole = each.parts.move_seconds(edge)
+        spec, (rows, columns) = graph.spec(edge.tensor), each.parts.ends(edge)
+        ways = each.setting.costs.redistribution(len(spec.shape), spec.size_bytes, fused=True, masks=False)
+        whole = ways[rows[:, None], columns[None, :]]
         assert (scattered <= whole + 1e-15).all()
         added = scattered if key == (edge.source, edge.target) else scattered.T
         expected = once.pairs[key].time + (micro_batches - 1) * added

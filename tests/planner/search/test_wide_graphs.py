@@ -16,8 +16,7 @@ from planner.search.exact.blocks import TooWideError
 from planner.search.exact.buckets import Buckets, plain
 from planner.search.exact.certified import FAST
 from planner.search.exact.model import model_of, possible
-from planner.search.exact.unrolling import unrolled
-from planner.search.exact.wide import Dual
+from planner.search.exact.wide import Dual, unrolled
 from planner.search.problem.problem import Problem, Solution
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost, total
 from tests.oracles.milp import solve_with_highs
@@ -26,7 +25,7 @@ from tests.planner.search.test_exactness import blocks_of, chains_of_blocks, gra
 
 def wide(problem: TableProblem, limit: float) -> Solution | None:
     """Search as if elimination were impossible, but for what the bound leaves."""
-    return dynamic_programming._wide(cast("Problem", problem), limit, lambda: False)
+    return dynamic_programming._wide(cast("Problem", problem), limit)
 
 
 def check(problem: TableProblem, limit: float) -> None:
@@ -59,16 +58,15 @@ def test_bounds_of_runs_hold(problem: TableProblem, limit: float) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(chains_of_blocks())
-def test_the_bound_of_a_folded_run_is_one_of_the_whole_graph(problem: TableProblem) -> None:
+def test_the_bound_of_a_run_is_one_of_the_whole_graph(problem: TableProblem) -> None:
     expected = exhaustive(problem, np.inf)
     model = possible(model_of(cast("Problem", problem)))
-    for some in (model, unrolled(model, 1, 1).model, unrolled(model).model):
-        dual = Dual(some, FAST)
-        bound = dual.tighten(lambda: False)
-        if expected is not None:
-            assert bound <= expected[0] + 1e-9
-            keep = dual.below(expected[0])
-            assert all(mask.any() for mask in keep)
+    dual = Dual(unrolled(model).model, FAST)
+    bound = dual.tighten()
+    if expected is not None:
+        assert bound <= expected[0] + 1e-9
+        keep = dual.below(expected[0])
+        assert all(mask.any() for mask in keep)
 
 
 def grid(seed: int, rows: int, columns: int, states: int, attraction: float = 0.0) -> TableProblem:
@@ -131,20 +129,6 @@ def test_what_is_too_wide_is_bounded_and_not_refused(monkeypatch: pytest.MonkeyP
     assert exact is not None
     assert found is not None
     assert found.objective_s >= exact[0] - 1e-9 >= found.lower_bound_s - 2e-9
-
-
-def test_a_deadline_ends_the_search_with_a_bound() -> None:
-    problem = grid(7, 6, 6, 4)
-    free = solve(cast("Problem", problem), np.inf)
-    small = dynamic_programming.smallest(cast("Problem", problem))
-    assert free is not None
-    limit = 0.5 * (free.memory_bytes + small.memory_bytes)
-    hurried = solve(cast("Problem", problem), limit, deadline_s=0.0)
-    patient = solve(cast("Problem", problem), limit)
-    assert hurried is not None
-    assert patient is not None
-    assert hurried.lower_bound_s <= patient.objective_s <= hurried.objective_s
-    assert hurried.memory_bytes <= limit
 
 
 @settings(max_examples=30, deadline=None)

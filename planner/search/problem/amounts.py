@@ -1,6 +1,6 @@
 """Seconds and bytes of a stage as one row of numbers: taken down once, worked out for many meshes and batches at once.
 
-What the operators of a network take on a stage mesh depends on the axes' sizes, the links that they use and the
+What the operators of a network take on a mesh depends on the axes' sizes, the links that they use and the
 micro-batch; which operators, messages and tensors there are, and how a state divides them, does not. `AmountLedger`
 takes the latter down and numbers every amount; `Amounts` works all of them out, a row for each `MeshCase`.
 """
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from planner.cost.work import cast_sizes, stored_elements, traffic_sizes
 from planner.graph.kernel_shapes import kernel_shape
 from planner.graph.operator_graph import DTYPE_BYTES, Node, TensorRef, TensorSpec
+from planner.search.problem.amount_rows import Kernels, Messages, Scaled
 from planner.search.problem.costs import MeshCosts, needs_mask
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import States
 from planner.search.problem.variables import Edge, Move
-from planner.search.units.amount_rows import Kernels, Messages, Scaled
 from planner.sharding.inner_messages import inner_messages, sent_bytes, summing
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import StepTable, placement_index, step_table
@@ -232,15 +232,11 @@ class AmountLedger:
 
     def handing_back(self, states: States) -> Redistributions:
         """How a station turns the summed gradient into what it hands back, shape (states,)."""
-        tensor = states.variable.tensor
-        gradient = next((r for r in states.variable.choices[0].writes if r != tensor), None)
-        if gradient is None:
+        handed = self.parts.handed_back(states)
+        if handed is None:
             nothing = np.full(len(states), NOTHING, dtype=np.int64)
             return Redistributions(nothing, nothing, np.zeros(len(states), dtype=np.bool_))
-        summed = [c.rules[-1].outputs[0] if c.rules else c.reads[gradient] for c in states.variable.choices]
-        before = np.array(summed, dtype=np.int64)[states.choice]
-        after = states.placements(gradient, reads=False)
-        return self._ways(gradient, before, after, masked=False, fused=False)
+        return self._ways(*handed, masked=False, fused=False)
 
     def impossible(self, edge: Edge, move: Move) -> NDArray[np.bool_]:
         """Where `moves` has no way, shape (states, states)."""
