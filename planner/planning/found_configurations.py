@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -123,69 +123,29 @@ NEAREST = 0.01
 """Limits that are no farther apart than this share of the memory are one."""
 
 
-@dataclass(kw_only=True)
-class TighterLimits:
-    """Memory limits to search under, each lower by what the plans under the last one missed the memory by.
-
-    Where nothing is found under one, the next lies between it and the last under which something was.
-
-    Attributes
-    ----------
-    over : bytes of the least limit under which plans were found, none of which fits once it is simulated
-    under : bytes of the greatest under which none was found
-    step : bytes by which the nearest of those misses the memory
-
-    >>> limits = TighterLimits(over=100.0)
-    >>> limits.missed(100.0, 10.0)
-    >>> limits.next
-    90.0
-    >>> limits.missed(90.0, 5.0)
-    >>> limits.next
-    85.0
-    >>> limits.nothing(85.0)
-    >>> limits.next
-    87.5
-    """
-
-    over: float
-    under: float = 0.0
-    step: float = 0.0
-
-    @property
-    def next(self) -> float:
-        """The limit to search under."""
-        return max(self.over - self.step, (self.over + self.under) / 2)
-
-    def missed(self, limit_bytes: float, by_bytes: float) -> None:
-        """Plans were found under a limit, and the nearest missed the memory by so much."""
-        self.over, self.step = limit_bytes, by_bytes
-
-    def nothing(self, limit_bytes: float) -> None:
-        """Nothing was found under a limit."""
-        self.under = limit_bytes
-
-
 def search_tighter(
     search: Configured, pins: Pins, first: Explored, wanted: int, patience: Patience
 ) -> Iterator[tuple[Configured, Explored]]:
     """Searches under lower limits with what each found, to be simulated before the next is asked for; until one fits.
 
-    Bounds are those of the first search: plans of the space that need what lies between the limits may be faster, and
-    none is faster than that. An interruption is noted in `first`.
+    Each limit is lower by what the plans under the last one missed the memory by; where nothing is found under one, the
+    next lies between it and the last under which something was. Bounds are those of the first search: plans of the
+    space that need what lies between the limits may be faster, and none is faster than that. An interruption is noted
+    in `first`.
     """
     whole = search.model().limit_bytes
-    limits, explored = TighterLimits(over=whole), first
-    limit = whole
+    explored, limit = first, whole
+    over, under, step = whole, 0.0, 0.0
     for _ in range(ROUNDS):
         if explored.missed:
-            limits.missed(limit, min(explored.missed))
+            over, step = limit, min(explored.missed)
         elif explored.found:
             return  # something else than memory is in the way
         else:
-            limits.nothing(limit)
-        if limits.over - limits.under <= NEAREST * whole:
+            under = limit
+        if over - under <= NEAREST * whole:
             return
-        limit = limits.next
+        limit = max(over - step, (over + under) / 2)
         tighter = replace(search, spared_bytes=search.spared_bytes + whole - limit)
         patience.found = False
         explored = tighter.explore(pins, wanted=wanted, patience=patience)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.planning.configured import Configured, Scored
 from planner.planning.explanations import FEW_SOLVES, describe, without
@@ -21,14 +21,6 @@ CHANGES = 2
 """Changes that are named."""
 SOFTER = ("recompute", "optimizer_sharding", "micro_batch", "offload_optimizer", "sharding_threshold_kb")
 """Pins that may be what memory suffers from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeastDevices:
-    """A device count on which a plan was found; ``proven`` where every smaller one that is possible was tried."""
-
-    devices: int
-    proven: bool
 
 
 def why_infeasible(search: Configured, pins: Pins, explored: Explored, *, changes: bool = True) -> str:
@@ -78,8 +70,9 @@ def _changes(search: Configured, pins: Pins) -> Iterator[str]:
         yield "without the pins"
     for wanted, words in ((pins, ""), (free, " without the pins")):
         if (least := least_devices(search, wanted)) is not None:
-            surely = "" if least.proven else ", if not on fewer: not all counts below were tried"
-            yield f"on {least.devices} devices{words}{surely}"
+            devices, proven = least
+            surely = "" if proven else ", if not on fewer: not all counts below were tried"
+            yield f"on {devices} devices{words}{surely}"
             break
         if wanted == free or softened:
             break
@@ -88,8 +81,8 @@ def _changes(search: Configured, pins: Pins) -> Iterator[str]:
             yield f"with --global-batch {batch}"
 
 
-def least_devices(search: Configured, pins: Pins) -> LeastDevices | None:
-    """The least device count above the search's on which a plan is found, if there is one.
+def least_devices(search: Configured, pins: Pins) -> tuple[int, bool] | None:
+    """The least device count above the search's on which a plan is found, if there is one, and whether that is proven.
 
     Counts are doubled until one fits, then the gap to the last that does not is halved, as if whatever fits on some
     devices fitted on more. Counts that this passes over are tried last, the smallest first, as far as `TRIES` go.
@@ -112,10 +105,10 @@ def least_devices(search: Configured, pins: Pins) -> LeastDevices | None:
         low, high = (low, middle) if fits(middle) else (middle, high)
     for place in range(high):
         if len(tried) >= TRIES and counts[place] not in tried:
-            return LeastDevices(devices=counts[high], proven=False)
+            return counts[high], False
         if fits(place):
-            return LeastDevices(devices=counts[place], proven=True)
-    return LeastDevices(devices=counts[high], proven=True)
+            return counts[place], True
+    return counts[high], True
 
 
 def _doubled(search: Configured, counts: list[int], fits: Callable[[int], bool]) -> int | None:

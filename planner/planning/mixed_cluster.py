@@ -19,7 +19,7 @@ from planner.plans.plan import Plan, Status
 from planner.plans.request import PlanRequest
 from planner.search.patience import Patience
 from planner.search.stages.unit_pins import layers_of
-from planner.search.units.labels import stage_decisions
+from planner.search.units.labels import StageDecisions
 from simulator.errors import InputError
 from simulator.mixed_cluster import MixedCluster, matrix_rate
 from simulator.profiles import cluster_at
@@ -119,7 +119,7 @@ def _uneven(
 ) -> Iterator[_Answer]:
     """Pipelines whose stages lie on one type each and have layers by its speed."""
     stages = request.devices // gcd(*parts.values())
-    layers = len(layers_of(stage_decisions(tables.graph).chain.names()))
+    layers = len(layers_of(StageDecisions(tables.graph).chain.names()))
     pins = request.pins
     if pins.stage_layers or pins.vpp or pins.pp not in (None, stages):
         return

@@ -46,12 +46,20 @@ def lower_mixed(
     paced = lower_pipeline(plan, graph, replace(hardware, overlaps_communication=stages.overlaps), schedule)
     held = nodes_of_ranks(plan, cluster)
     costs = [stages.costs(held[rank]) for rank in paced.schedule.stage_rank]
-    slower = _Slower()
+    made: dict[tuple[int, ...], Operators] = {}
+
+    def slowest(types: Sequence[Operators]) -> Operators:
+        """Each operator as long as on the slowest type; equal passes stay one object."""
+        key = tuple(id(one) for one in types)
+        if key not in made:
+            seconds = np.maximum.reduce([one.seconds for one in types])
+            made[key] = types[0] if len(types) == 1 else replace(types[0], seconds=seconds)
+        return made[key]
 
     def passes(name: str) -> dict[ActionKind, list[Operators]]:
         kinds: Mapping[ActionKind, Sequence[Operators]] = getattr(paced.costs, name)
         return {
-            kind: [slower.of([getattr(one, name)[kind][stage] for one in types]) for stage, types in enumerate(costs)]
+            kind: [slowest([getattr(one, name)[kind][stage] for one in types]) for stage, types in enumerate(costs)]
             for kind in kinds
         }
 
@@ -102,23 +110,3 @@ class _Stages:
             lowered = lower_pipeline(self.plan, self.graph, alike, self.schedule)
             self._of_hardware[hardware.hash] = lowered.costs
         return self._of_hardware[hardware.hash]
-
-
-class _Slower:
-    """Operators of one pass on several device types that run it together; equal passes stay one object."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], Operators] = {}
-
-    def of(self, types: Sequence[Operators]) -> Operators:
-        key = tuple(id(one) for one in types)
-        if key not in self._made:
-            self._made[key] = _slowest(types)
-        return self._made[key]
-
-
-def _slowest(types: Sequence[Operators]) -> Operators:
-    """Each operator as long as on the slowest type."""
-    if len(types) == 1:
-        return types[0]
-    return replace(types[0], seconds=np.maximum.reduce([one.seconds for one in types]))

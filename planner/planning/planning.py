@@ -429,7 +429,7 @@ def _refined(
     source = next((s for s in found.scored if s.plan is ranked[0].plan), None) if found is not None else None
     try:
         with patience.breaking():
-            best = refined(search, pins, ranked[0], source).candidate
+            best = refined(search, pins, ranked[0], source)
     except KeyboardInterrupt:
         return ranked, True
     if source is not None and found is not None:

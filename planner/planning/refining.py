@@ -6,12 +6,12 @@ Both are tried by simulation, for the best plan alone: they change little, and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.planning.configured import Configured, Scored
 from planner.planning.one_stage import Candidate
-from planner.planning.prediction import Prediction, predict_plan
+from planner.planning.prediction import predict_plan
 from planner.plans.pins import Pins
 from planner.plans.plan import Plan
 from planner.search.configurations.buckets import BUCKETS
@@ -22,49 +22,41 @@ THRESHOLDS = (2**16, 2**20)
 """Bytes below which parameters stay whole."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refined:
-    """The best plan after all, and how many were simulated for it."""
-
-    candidate: Candidate
-    simulated: int = 0
-
-
-def refined(search: Configured, pins: Pins, best: Candidate, source: Scored | None) -> Refined:
+def refined(search: Configured, pins: Pins, best: Candidate, source: Scored | None) -> Candidate:
     """Try other sizes of messages and thresholds; `source` is the configuration that the plan comes from, if any."""
     exposed = best.prediction.breakdown.get("exposed_communication_s", 0.0)
     if exposed < WORTH * best.prediction.step_time_s or best.plan.degree("data") == 1:
-        return Refined(candidate=best)
-    found = Refined(candidate=best)
+        return best
+    found = best
     if pins.bucket_mb is None and (best.plan.optimizer_sharding != "zero3" or best.plan.shard_size):
         found = _other_buckets(search, found)
     if pins.sharding_threshold_kb is None and source is not None and best.plan.optimizer_sharding != "none":
         most = largest_threshold(search.graph, best.plan.degree("tensor") * best.plan.degree("expert"))
         lost: Plan | None = None
         for threshold in (size for size in THRESHOLDS if size <= most):
-            plan = _with_threshold(search, source, found.candidate.plan, threshold)
+            plan = _with_threshold(search, source, found.plan, threshold)
             # Where no parameter lies between two thresholds, both leave the same ones whole.
             if lost is None or not _alike(plan, lost):
                 tried = _better(search, found, plan)
-                lost = plan if tried.candidate is found.candidate else None
+                lost = plan if tried is found else None
                 found = tried
     return found
 
 
-def _other_buckets(search: Configured, found: Refined) -> Refined:
+def _other_buckets(search: Configured, found: Candidate) -> Candidate:
     """Larger messages as long as they help, and where they do not, smaller ones."""
-    sizes, gradients = sorted(BUCKETS), gradient_bytes(search.graph, found.candidate.plan.exchange.gradient_dtype)
-    here = min(range(len(sizes)), key=lambda n: abs(sizes[n] - found.candidate.plan.bucket_bytes))
+    sizes, gradients = sorted(BUCKETS), gradient_bytes(search.graph, found.plan.exchange.gradient_dtype)
+    here = min(range(len(sizes)), key=lambda n: abs(sizes[n] - found.plan.bucket_bytes))
     for ahead in (sizes[here + 1 :], sizes[:here][::-1]):
-        started = found.candidate
+        started = found
         for size in ahead:
-            before = found.candidate
+            before = found
             if gradients < min(size, before.plan.bucket_bytes):
                 break  # all of them travel at once in both
             found = _better(search, found, replace(before.plan, bucket_bytes=size))
-            if found.candidate is before:
+            if found is before:
                 break
-        if found.candidate is not started:
+        if found is not started:
             break
     return found
 
@@ -84,26 +76,19 @@ def _with_threshold(search: Configured, source: Scored, plan: Plan, threshold_by
     return replace(made, bucket_bytes=plan.bucket_bytes)
 
 
-def _better(search: Configured, found: Refined, plan: Plan) -> Refined:
-    """The faster of two plans, the one before where they are equal."""
-    best = found.candidate.prediction
-    tried = Refined(candidate=found.candidate, simulated=found.simulated + 1)
-    if _alike(plan, found.candidate.plan):
+def _better(search: Configured, found: Candidate, plan: Plan) -> Candidate:
+    """The faster of two plans, the one before where they are equal; the closed form's account is that of the latter."""
+    if _alike(plan, found.plan):
         return found
     prediction = predict_plan(plan, search.graph, search.runs_on(plan.expert_overlap))
-    if not prediction.fits or prediction.step_time_s >= best.step_time_s * (1 - 1e-6):
-        return tried
-    return replace(tried, candidate=replace(found.candidate, plan=plan, prediction=_told(prediction, best)))
+    if not prediction.fits or prediction.step_time_s >= found.prediction.step_time_s * (1 - 1e-6):
+        return found
+    return replace(found, plan=plan, prediction=replace(prediction, analytic=found.prediction.analytic))
 
 
 def _alike(one: Plan, other: Plan) -> bool:
     """Whether two plans that differ in messages and thresholds alone do the same."""
     return (one.rules, one.layers, one.bucket_bytes) == (other.rules, other.layers, other.bucket_bytes)
-
-
-def _told(prediction: Prediction, before: Prediction) -> Prediction:
-    """The closed form's account is that of the plan before."""
-    return replace(prediction, analytic=before.analytic)
 
 
 def largest_threshold(graph: OperatorGraph, parts: int) -> int:

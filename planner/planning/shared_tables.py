@@ -15,7 +15,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.search.problem.unaligned import aligned, apart
 from planner.search.problem.variables import Decisions
-from planner.search.units.labels import StageDecisions, StageTables, stage_decisions
+from planner.search.units.labels import StageDecisions, StageTables
 
 MOST_TABLES = 512
 """Tables kept; those that were not used for longest go first."""
@@ -45,7 +45,7 @@ class NetworkTables:
     @cached_property
     def decisions(self) -> StageDecisions:
         """The chain of the network and its decisions."""
-        return stage_decisions(self.graph)
+        return StageDecisions(self.graph)
 
     def at_batch(self, batch: int) -> OperatorGraph:
         """The graph at another batch."""

@@ -17,7 +17,7 @@ from simulator.profiles import load_profile
 A100 = load_profile("dgx-a100")
 
 
-def least(fitting: set[int], devices: int) -> tuple[infeasible.LeastDevices | None, list[int]]:
+def least(fitting: set[int], devices: int) -> tuple[tuple[int, bool] | None, list[int]]:
     """What is found where exactly some counts fit, and the counts that were planned."""
     asked: list[int] = []
 
@@ -36,7 +36,7 @@ def test_where_more_devices_always_help_the_least_count_is_found(devices: int, e
     counts = [n for n in range(devices + 1, A100.max_devices + 1) if A100.holds(n)]
     found, asked = least({n for n in counts if n >= enough}, devices)
     wanted = min((n for n in counts if n >= enough), default=None)
-    assert (found and found.devices) == wanted
+    assert (found and found[0]) == wanted
     assert len(asked) == len(set(asked))
 
 
@@ -44,9 +44,9 @@ def test_where_more_devices_always_help_the_least_count_is_found(devices: int, e
 def test_a_count_is_said_to_be_the_least_only_if_all_smaller_ones_were_tried(devices: int, fitting: set[int]) -> None:
     found, asked = least({8 * n for n in fitting} | {A100.max_devices}, devices)
     assert found is not None
-    assert found.devices in {8 * n for n in fitting} | {A100.max_devices}
-    below = {n for n in range(devices + 1, found.devices) if A100.holds(n)}
-    if found.proven:
+    assert found[0] in {8 * n for n in fitting} | {A100.max_devices}
+    below = {n for n in range(devices + 1, found[0]) if A100.holds(n)}
+    if found[1]:
         assert below <= set(asked)
         assert not any(n in {8 * m for m in fitting} for n in below)
     else:

@@ -45,5 +45,5 @@ def test_messages_larger_than_all_gradients_are_not_tried(
     monkeypatch.setattr(refining, "predict_plan", predicted)
     plan = plans[size // MIB]
     candidate = replace(best, plan=plan, prediction=predict_plan(plan, search.graph, search.hardware))
-    refining._other_buckets(search, refining.Refined(candidate=candidate))
+    refining._other_buckets(search, candidate)
     assert asked == tried

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from planner.search.configurations.schedule_shapes import SPLIT
 from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
 from planner.search.configurations.storage import Storages
-from planner.search.configurations.stored_ways import uneven_passes_s
 from planner.search.stages.block_bounds import chunk_times, least_busiest, least_ranks, least_turns, longer
 from planner.search.stages.chain_bound import LONG, chain_bound, chain_bounds, unlike, values_bounds
 from planner.search.stages.fragments import (
@@ -165,7 +164,7 @@ def passes_bound(
     least[:, STEADY] = least[:, _BEHIND] = (c.micro_batches - share) * passes_s
     if once_s is not None:
         least[:, [STEADY, _BEHIND]] += once_s[:, None]
-    return _bound_of(_passes_task(model, tables, c, ()), least)
+    return _bound_of(model.unlimited_task(tables, c, (), tables.counts), least)
 
 
 def chained_bound(
@@ -184,30 +183,7 @@ def chained_bound(
     values = np.zeros((len(once_s), len(passes_s), COLUMNS))
     values[:, :, FILL] = share * passes_s
     values[:, :, STEADY] = (c.micro_batches - share) * passes_s + once_s[:, ways.units]
-    return values_bounds(_passes_task(model, tables, c, ways.kinds), values)[numbers]
-
-
-def _passes_task(
-    model: StepModel, tables: StageTables, c: Configuration, kinds: tuple[Fragments, ...]
-) -> PartitionTask:
-    """The partition of a configuration without its memory limit."""
-    together = model.ends_together(tables, c)
-    shape = model.shape(c, together=together)
-    return PartitionTask(
-        kinds=kinds,
-        counts=tables.counts,
-        sends_s=model.sends_s(tables, c),
-        fill_sends=shape.fill_sends,
-        steady_sends=shape.steady_sends,
-        ranks=c.pipeline,
-        chunks=c.virtual,
-        rank_of=shape.rank_of,
-        in_flight=shape.in_flight,
-        limit_bytes=np.inf,
-        hidden_share=shape.hidden_share,
-        still_sends=shape.still_sends,
-        uneven_s=partial(uneven_passes_s, c, together) if c.virtual > 1 else None,
-    )
+    return values_bounds(model.unlimited_task(tables, c, ways.kinds, tables.counts), values)[numbers]
 
 
 @lru_cache(maxsize=256)

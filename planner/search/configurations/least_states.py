@@ -174,11 +174,6 @@ def least_states_of(
     return _least_of(model, tables, here, (False, True) if moves else (False,))
 
 
-def least_states_in(model: StepModel, tables: StageTables, stored: Configuration) -> LeastStates:
-    """What the states of one storage take at least."""
-    return _least_of(model, tables, [stored], (False,))
-
-
 def _least_of(
     model: StepModel, tables: StageTables, here: Sequence[Configuration], moved: tuple[bool, ...]
 ) -> LeastStates:

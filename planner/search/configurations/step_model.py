@@ -135,27 +135,37 @@ class StepModel(Storage):
         values: FloatArray,
     ) -> PartitionTask:
         """The partition task of ways whose `StoredWays.values` are given."""
-        together = self.ends_together(tables, configuration)
-        shape, kinds = self.shape(configuration, together=together), joined.fragments(values)
+        shape = self.shape(configuration, together=self.ends_together(tables, configuration))
         modes, rows = [unit.recompute for unit in joined.units], [unit.count for unit in tables.chain.units]
         on_host = partial(self._on_host, micro_batches=configuration.micro_batches)
-        kinds, counts = merged(*self.unit_pins.apart(kinds, rows, modes, on_host))
+        kinds, counts = merged(*self.unit_pins.apart(joined.fragments(values), rows, modes, on_host))
+        return replace(
+            self.unlimited_task(tables, configuration, kinds, counts),
+            limit_bytes=self.room_bytes(configuration),
+            cuts=self.unit_pins.cuts,
+            apart_s=joined.step_s(stored, self.hardware, tables, configuration, shape),
+        )
+
+    def unlimited_task(
+        self, tables: StageTables, c: Configuration, kinds: Sequence[Fragments], counts: Sequence[int]
+    ) -> PartitionTask:
+        """The partition of some ways under the schedule of a configuration, without its memory limit and pins."""
+        together = self.ends_together(tables, c)
+        shape = self.shape(c, together=together)
         return PartitionTask(
             kinds=tuple(kinds),
             counts=tuple(counts),
-            sends_s=self.sends_s(tables, configuration),
+            sends_s=self.sends_s(tables, c),
             fill_sends=shape.fill_sends,
             steady_sends=shape.steady_sends,
-            ranks=configuration.pipeline,
-            chunks=configuration.virtual,
+            ranks=c.pipeline,
+            chunks=c.virtual,
             rank_of=shape.rank_of,
             in_flight=shape.in_flight,
-            limit_bytes=self.room_bytes(configuration),
+            limit_bytes=np.inf,
             hidden_share=shape.hidden_share,
             still_sends=shape.still_sends,
-            uneven_s=partial(uneven_passes_s, configuration, together) if configuration.virtual > 1 else None,
-            cuts=self.unit_pins.cuts,
-            apart_s=joined.step_s(stored, self.hardware, tables, configuration, shape),
+            uneven_s=partial(uneven_passes_s, c, together) if c.virtual > 1 else None,
         )
 
     def joined(self, tables: StageTables, configuration: Configuration) -> JoinedUnits:

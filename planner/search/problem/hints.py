@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from math import prod
@@ -192,28 +192,17 @@ def check_cuts(parts: Parts, hints: Sequence[Hint]) -> None:
 
 
 def _cuts_mask(parts: Parts, variable: int, target: Target, item: Hint) -> NDArray[np.bool_]:
-    assert item.cuts is not None  # the caller has looked
     states, mesh = parts.states(variable), parts.setting.costs.mesh
     index = states.variable.nodes[target.position]
-    node = parts.graph.nodes[index]
-    wanted = operand_cuts(
-        parts.graph, index, item.cuts, of_module=item.of_module, devices=mesh.size, what=f"strategy of {node.name!r}"
-    )
-    allowed = np.ones(len(states), dtype=np.bool_)
-    sizes = np.array(mesh.sizes, dtype=np.int64)[:, None]
-    for side, operands in (("inputs", wanted.inputs), ("outputs", wanted.outputs)):
-        for place, cut in enumerate(operands):
-            if cut is None:
-                continue
-            row = np.array([getattr(c.rules[target.position], side)[place] for c in states.variable.choices])
-            placed = row[states.choice]
-            for dim, number in enumerate(cut):
-                allowed &= np.where(placed == dim, sizes, 1).prod(axis=0) == number
+    rules = [choice.rules[target.position] for choice in states.variable.choices]
+    kept = _cuts_kept(parts.graph, index, item, mesh.sizes, f"strategy of {parts.graph.nodes[index].name!r}")
+    allowed = np.array([kept([rules[c] for c in chosen]) for chosen in states.choice.T.tolist()])
     if not allowed.any():
-        offered = dict.fromkeys(_described(c.rules[target.position]) for c in states.variable.choices)
+        offered = "; ".join(dict.fromkeys(map(_described, rules)))
         shape = " × ".join(f"{axis.name} {axis.size}" for axis in mesh.axes) or "one device"
         raise ContextError(
-            f"hint {item}: {node.name!r} cannot be cut so on {shape}; along one axis it offers {'; '.join(offered)}"
+            f"hint {item}: {parts.graph.nodes[index].name!r} cannot be cut so on {shape}; along one axis it offers "
+            f"{offered}"
         )
     return allowed
 
@@ -235,7 +224,8 @@ def first_not_kept(
         for index, _, name in _matching(graph, item, names):
             chosen = rules[name]
             if item.cuts is not None:
-                kept = _cut_so(graph, index, item, chosen, tuple(axis.size for axis in axes))
+                sizes = tuple(axis.size for axis in axes)
+                kept = _cuts_kept(graph, index, item, sizes, repr(graph.nodes[index].name))(chosen)
             else:
                 along = next((rule for rule, axis in zip(chosen, axes, strict=True) if axis.name == item.axis), None)
                 kept = along is None or _agrees(item, along)
@@ -244,20 +234,23 @@ def first_not_kept(
     return None
 
 
-def _cut_so(graph: OperatorGraph, index: int, item: Hint, chosen: Sequence[Rule], sizes: tuple[int, ...]) -> bool:
-    """Whether the rules of an operator along all axes cut it as a hint has it."""
+def _cuts_kept(
+    graph: OperatorGraph, index: int, item: Hint, sizes: tuple[int, ...], what: str
+) -> Callable[[Sequence[Rule]], bool]:
+    """Whether the rules of an operator along axes of those sizes cut it as a hint has it."""
     assert item.cuts is not None  # the caller has looked
-    what = repr(graph.nodes[index].name)
     wanted = operand_cuts(graph, index, item.cuts, of_module=item.of_module, devices=prod(sizes), what=what)
-    for side, operands in (("inputs", wanted.inputs), ("outputs", wanted.outputs)):
-        for place, parts in enumerate(operands):
-            placed = [getattr(rule, side)[place] for rule in chosen]
-            made = [
-                prod(size for size, p in zip(sizes, placed, strict=True) if p == dim) for dim in range(len(parts or ()))
-            ]
-            if parts is not None and tuple(made) != parts:
-                return False
-    return True
+    sides = (("inputs", wanted.inputs), ("outputs", wanted.outputs))
+
+    def kept(chosen: Sequence[Rule]) -> bool:
+        return all(
+            prod(size for size, rule in zip(sizes, chosen, strict=True) if getattr(rule, side)[place] == dim) == number
+            for side, operands in sides
+            for place, parts in enumerate(operands)
+            for dim, number in enumerate(parts or ())
+        )
+
+    return kept
 
 
 def _agrees(item: Hint, rule: Rule) -> bool:

@@ -26,25 +26,17 @@ FloatArray = NDArray[np.float64]
 Scope = tuple[int, ...]
 
 
-class Parts:
+class Parts(StatesOnMesh):
     """States and cost parts of the variables of a graph on one mesh."""
 
     def __init__(self, graph: OperatorGraph, decisions: Decisions, setting: Setting) -> None:
-        self.graph = graph
-        self.decisions = decisions
-        self.setting = setting
-        self._states = StatesOnMesh(graph, decisions, setting)
-        self.sizes, self.names = self._states.sizes, self._states.names
+        super().__init__(graph, decisions, setting)
         self._prepared: bool | None = None
         self._worked = with_imbalance(graph, setting.expert_load).nodes
 
     def node(self, states: States, position: int) -> Node:
         """The `position`-th node of a variable, with what the rank does that has most to do."""
         return self._worked[states.variable.nodes[position]]
-
-    def states(self, number: int) -> States:
-        """States of one variable: a choice along each axis, as far as every dim divides."""
-        return self._states.of(number)
 
     def prepare(self, *, moves: bool) -> None:
         """Time the messages that `handing_back` sends, of all stations at once; with `moves` those of all edges too."""

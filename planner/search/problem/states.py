@@ -120,7 +120,7 @@ class StatesOnMesh:
         self._may_shard: dict[tuple[tuple[int, ...], tuple[bool, ...], int], NDArray[np.bool_]] = {}
         self._divided_by: dict[tuple[int, ...], tuple[bool, ...]] = {}
 
-    def of(self, number: int) -> States:
+    def states(self, number: int) -> States:
         """States of one variable: a choice along each axis, as far as every dim divides."""
         if number not in self._made:
             variable = self.decisions.variables[number]

@@ -20,7 +20,16 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.stages.fragments import ACTIVATION, BACKLOG, RESIDENT, STEADY, TRANSIENT, FloatArray, Fragments
+from planner.search.stages.fragments import (
+    ACTIVATION,
+    BACKLOG,
+    RESIDENT,
+    STEADY,
+    TRANSIENT,
+    FloatArray,
+    Fragments,
+    least_of,
+)
 from planner.search.stages.task import PartitionTask
 
 PRICES = np.concatenate([[0.0], np.geomspace(0.03, 100.0, 12)])
@@ -164,10 +173,7 @@ def _tables(block: Fragments, highest: int, prices: FloatArray, seconds: FloatAr
     held = block.values[:, ACTIVATION]
     values = np.concatenate([(seconds[:, None, :] + prices[:, None] * held).reshape(-1, len(held)), held[None]])
     width = len(states)
-    order = np.argsort(entry * width + leave, kind="stable")
-    keys, begins = np.unique((entry * width + leave)[order], return_index=True)
-    pairs = np.full((width * width, len(values)), np.inf)
-    pairs[keys] = np.minimum.reduceat(values.take(order, axis=1), begins, axis=1).T
+    pairs = np.ascontiguousarray(least_of(entry * width + leave, width * width)(values).T)
     power = pairs.reshape(width, width, len(values))
     rows: FloatArray = np.zeros((1, width, len(values)))
     while len(rows) <= highest:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.ma  # which numpy else loads in the midst of a search, for `np.unique`
 
-from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, STEADY, FloatArray, IntArray
+from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, STEADY, FloatArray, IntArray, least_of
 from planner.search.stages.task import PartitionTask
 
 LONG = 48
@@ -148,7 +148,7 @@ def values_bounds(task: PartitionTask, values: FloatArray) -> FloatArray:
         return _one_row(task, values)
     if task.chunks > 1 and few_cuts(task.units, task.pieces):
         rows_of = (_cheapest_rows(task, each) for each in values)
-        return np.array([least_listed(*rows, task.rank_of, task.uneven_s is None) for rows in rows_of])
+        return np.array([float(listed_s(*rows, task.rank_of, task.uneven_s is None).min()) for rows in rows_of])
     rows = chain_rows(task, values)
     if rows.busy.shape[1] * rows.busy.shape[2] > WIDE:
         rows = rows.anywhere
@@ -305,11 +305,7 @@ def _least_steps(task: PartitionTask, boundaries: _Boundaries, terms: FloatArray
     width = len(boundaries.states)
     number = np.repeat(np.arange(len(task.kinds)), [len(kind) for kind in task.kinds])
     key = (number * width + boundaries.entry) * width + boundaries.exit
-    order = np.argsort(key, kind="stable")
-    ascending = key[order]
-    first = np.append(0, np.flatnonzero(ascending[1:] != ascending[:-1]) + 1)
-    found = np.full((*terms.shape[:2], len(task.kinds) * width * width), np.inf)
-    found[:, :, ascending[first]] = np.minimum.reduceat(terms.take(order, axis=2), first, axis=2)
+    found = least_of(key, len(task.kinds) * width * width)(terms)
     return found.reshape(*terms.shape[:2], len(task.kinds), width, width)
 
 
@@ -368,8 +364,3 @@ def listed_s(busy: FloatArray, fill: FloatArray, rank_of: IntArray, in_turns: bo
             rows[rank] += busy.take(place)
     seconds: FloatArray = (rows.sum(axis=0) if in_turns else rows.max(axis=0)) + spent
     return seconds
-
-
-def least_listed(busy: FloatArray, fill: FloatArray, rank_of: IntArray, in_turns: bool) -> float:
-    """Least seconds of all cuts (`listed_s`)."""
-    return float(listed_s(busy, fill, rank_of, in_turns).min())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -66,6 +67,20 @@ class Fragments:
             self.values.take(rows, axis=0), self.entry.take(rows), self.exit.take(rows),
             self.labels.take(rows, axis=0), kept,
         )  # fmt: skip
+
+
+def least_of(keys: IntArray, size: int) -> Callable[[FloatArray], FloatArray]:
+    """From costs (…, ways) to the least of each key below a size, (…, size); infinite where no way has it."""
+    order: IntArray = np.argsort(keys, kind="stable")
+    there, begins = np.unique(keys[order], return_index=True)
+
+    def least(costs: FloatArray) -> FloatArray:
+        found = np.full((*costs.shape[:-1], size), np.inf)
+        if len(begins):
+            found[..., there] = np.minimum.reduceat(costs.take(order, axis=-1), begins, axis=-1)
+        return found
+
+    return least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

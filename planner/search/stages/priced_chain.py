@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from planner.search.stages.byte_grid import LONG, ByteGrid, GridKind, spacing_of
-from planner.search.stages.fragments import FloatArray, IntArray, dominated
+from planner.search.stages.fragments import FloatArray, IntArray, dominated, least_of
 from planner.search.stages.segments import ROUNDING, BoolArray
 
 PRICES = 16
@@ -64,12 +64,12 @@ class PricedChain:
         self.units = [kinds[number] for number in self.numbers.tolist()]
         self.room, self.binds = room, False
         self.width = 1 + max(int(side.max(initial=0)) for kind in kinds for side in (kind.entry, kind.exit))
-        self.between = [_WaysBetween.of(kind, self.width) for kind in kinds]
+        self.between = [least_of(kind.entry * self.width + kind.exit, self.width**2) for kind in kinds]
         self.bound_s = np.inf
         most = np.array([kind.values[:, STANDING].max(initial=0.0) for kind in kinds])
         self.most_bytes = np.append(0.0, np.cumsum(most[self.numbers[::-1]]))[::-1]
-        held = [kind.values[None, :, STANDING] for kind in kinds]
-        self.standing = [step(each)[0] for step, each in zip(self.between, held, strict=True)]
+        held = [step(kind.values[:, STANDING]) for step, kind in zip(self.between, kinds, strict=True)]
+        self.standing = [each.reshape(self.width, self.width) for each in held]
         least = np.full((1, self.width), np.inf)
         least[0, 0] = 0.0
         for step, count in zip(reversed(self.standing), reversed(counts), strict=True):
@@ -138,7 +138,7 @@ class PricedChain:
         kind = self.kinds[number]
         cost = kind.values[:, TIME] + prices[:, None] * kind.values[:, STANDING]
         costs = np.stack([cost + kind.values[:, BEHIND], cost + kind.values[:, LEFT], cost])
-        return list(self.between[number](costs.reshape(-1, costs.shape[-1])).reshape(3, -1, self.width, self.width))
+        return list(self.between[number](costs).reshape(3, -1, self.width, self.width))
 
     def _bounds(self, prices: FloatArray, last: IntArray) -> FloatArray:
         """(rows,) least sum of the whole chain."""
@@ -155,11 +155,6 @@ class PricedChain:
         found = np.full_like(self.potentials, np.inf)
         found[0, :, 0] = 0.0
         _fill_before(found, self._rows(self.prices, self.last))
-        return found
-
-    def _worth(self, unit: int, limit_s: float) -> IntArray:
-        """Ways of a unit with which a choice may take less than `limit_s`."""
-        found: IntArray = np.flatnonzero(self._worthy(int(self.numbers[unit]), slice(unit, unit + 1), limit_s))
         return found
 
     def _worthy(self, number: int, units: slice, limit_s: float) -> BoolArray:
@@ -216,7 +211,7 @@ class PricedChain:
         values, state, left_out = np.zeros((1, 4)), np.zeros(1, dtype=np.int64), np.inf
         history: list[tuple[IntArray, IntArray]] = []
         for unit, kind in enumerate(self.units):
-            worth = self._worth(unit, limit_s)
+            worth = np.flatnonzero(self._worthy(int(self.numbers[unit]), slice(unit, unit + 1), limit_s))
             before, way = np.nonzero(state[:, None] == kind.entry[None, worth])
             way = worth.take(way)
             # `take` gathers rows in half the time that an index takes.
@@ -333,31 +328,6 @@ class PricedChain:
         bound = values[:, TIME] + ahead.max(axis=0)
         least: FloatArray = np.where(self.least_bytes[unit].take(state) <= room, bound, np.inf)
         return least
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _WaysBetween:
-    """Ways of one kind in the order of their boundary states, where each pair of states begins, and its place."""
-
-    order: IntArray
-    begins: IntArray
-    pairs: IntArray
-    width: int
-
-    @classmethod
-    def of(cls, kind: PricedWays, width: int) -> _WaysBetween:
-        """Sort the ways of a kind."""
-        keys = kind.entry * width + kind.exit
-        order = np.argsort(keys, kind="stable")
-        pairs, begins = np.unique(keys[order], return_index=True)
-        return cls(order, begins, pairs, width)
-
-    def __call__(self, cost: FloatArray) -> FloatArray:
-        """(rows, entries, exits) least of costs (rows, ways) between boundary states."""
-        found = np.full((len(cost), self.width * self.width), np.inf)
-        if len(self.begins):
-            found[:, self.pairs] = np.minimum.reduceat(cost[:, self.order], self.begins, axis=1)
-        return found.reshape(len(cost), self.width, self.width)
 
 
 def _ahead(table: FloatArray, count: int, rest: FloatArray) -> FloatArray:

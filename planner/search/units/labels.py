@@ -25,7 +25,7 @@ from planner.search.units.records import (
     UnitLabels,
     UnitWeights,
 )
-from planner.search.units.stage_decisions import StageDecisions, stage_decisions
+from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
 from planner.search.units.sweep import all_labels
@@ -44,7 +44,6 @@ __all__ = [
     "TiedParameter",
     "UnitLabels",
     "UnitWeights",
-    "stage_decisions",
     "stage_tables",
 ]
 
@@ -149,7 +148,7 @@ def stage_tables(
     graph : OperatorGraph
         Folded, its batch the micro-batch of one data-parallel rank; on an expert axis the batch is sharded.
     decisions : StageDecisions
-        `stage_decisions` of the same graph at any batch.
+        Those of the same graph at any batch.
     mesh : Mesh
         The stage's axes other than data.
     recompute : sequence of str

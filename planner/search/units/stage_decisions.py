@@ -35,12 +35,17 @@ SummedWork = tuple[tuple[tuple[tuple[Kernel, str, float, float], ...], ...], ...
 
 
 class StageDecisions:
-    """The chain of a graph and its decisions, with what no mesh or micro-batch changes.
+    """The chain of a folded graph and its decisions, with what no mesh or micro-batch changes.
 
     Parameters
     ----------
     made
         The chain and its decisions, where they are known.
+
+    Raises
+    ------
+    UnsupportedError
+        A run's blocks cannot be cut from each other; unfold the graph.
     """
 
     def __init__(self, graph: OperatorGraph, made: tuple[Chain, Decisions] | None = None) -> None:
@@ -279,17 +284,6 @@ class StageDecisions:
         mesh = Mesh(tuple(MeshAxis(name, 1) for name in names))
         costs = self.costs(setting.costs.hardware, mesh, setting.costs.bucket_bytes)
         return Parts(self.graph, self.decisions, replace(setting, costs=costs))
-
-
-def stage_decisions(graph: OperatorGraph) -> StageDecisions:
-    """Prepare a folded graph for `stage_tables` at every micro-batch and on every mesh.
-
-    Raises
-    ------
-    UnsupportedError
-        A run's blocks cannot be cut from each other; unfold the graph.
-    """
-    return StageDecisions(graph)
 
 
 def _check_runs(graph: OperatorGraph, cut: Chain) -> None:

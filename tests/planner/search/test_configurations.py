@@ -30,7 +30,7 @@ from planner.search.configurations.bounds import (
 from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.configuration import AXES
 from planner.search.configurations.explored import Explored, diverse, shape_of
-from planner.search.configurations.least_states import least_states_in, least_states_of
+from planner.search.configurations.least_states import _least_of, least_states_of
 from planner.search.configurations.schedule_shapes import PINNED, SEARCHED
 from planner.search.configurations.space import Extent, bases, configurations, orders, schedules, storages
 from planner.search.configurations.step_model import Configuration, StepModel
@@ -141,7 +141,7 @@ def test_with_software_that_gathers_one_by_one_the_search_equals_trying_everythi
         for c in configurations(extent):
             tables = made_tables(units, c, hardware)
             times.append(brute_force(step.task(tables, c)))
-            (bound,) = states_bounds(extent, step, tables, c, least_states_in(step, tables, c))
+            (bound,) = states_bounds(extent, step, tables, c, _least_of(step, tables, [c], (False,)))
             assert bound <= times[-1] * (1 + 1e-9), c
         assert found.found[0].objective_s == pytest.approx(min(times))
         assert found.gap <= 1e-6
@@ -181,7 +181,7 @@ def test_no_configuration_is_faster_than_its_bounds(
         tables = made_tables(units, c, A100)
         tables = tables if recompute is None else computing_all_again(tables)
         task, ahead, whole_s = step.task(tables, c), computed_ahead(extent, c), tables.least.whole_s
-        found, least = partition(task), least_states_in(step, tables, c)
+        found, least = partition(task), _least_of(step, tables, [c], (False,))
         best = np.inf if found is None else found.objective_s
         assert even_bound(c, whole_s, ahead) <= best * (1 + 1e-9), c
         passes = passes_bound(extent, step, tables, c, least.once_s[0])
@@ -213,7 +213,7 @@ def test_no_order_of_axes_is_faster_than_the_bound_over_all_orders(micro_batch: 
             for stored in storages(extent, ordered):
                 unordered = replace(stored, order=())
                 least, found = (
-                    states_bounds(extent, step, t, c, least_states_in(step, t, c))[0]
+                    states_bounds(extent, step, t, c, _least_of(step, t, [c], (False,)))[0]
                     for t, c in ((together, unordered), (tables, stored))
                 )
                 compared += 1
@@ -233,7 +233,7 @@ def test_storages_of_a_chain_are_bounded_together_as_each_alone(virtual: int) ->
     assert states is not None
     assert len(states.ways) > len(ways)
     together = chained_bound(extent, step, tables, placed, states)[[states.place(way) for way in ways]]
-    alone = [chained_bound(extent, step, tables, way, least_states_in(step, tables, way))[0] for way in ways]
+    alone = [chained_bound(extent, step, tables, way, _least_of(step, tables, [way], (False,)))[0] for way in ways]
     assert max(alone) > 1.001 * min(alone)
     assert together == pytest.approx(alone if virtual == 1 else [min(together)] * len(ways))
     assert np.all(together <= np.array(alone) * (1 + 1e-9))

@@ -19,7 +19,7 @@ from planner.search.problem.states import Setting
 from planner.search.problem.variables import Kind
 from planner.search.units import family, rules
 from planner.search.units.family import Family
-from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_decisions, stage_tables
+from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_tables
 from planner.search.units.records import TablePart, rows_of
 from planner.search.units.stage_decisions import links_of
 from planner.search.units.stage_shape import StageOptions
@@ -44,7 +44,7 @@ BATCHES = st.sampled_from((1, 2, 6, 16))
 
 @cache
 def prepared(name: str) -> StageDecisions:
-    return stage_decisions(captured("mlp") if name == "mlp" else captured_small(name, 3))
+    return StageDecisions(captured("mlp") if name == "mlp" else captured_small(name, 3))
 
 
 def tables_of(source: StageDecisions, mesh: Mesh, batch: int, sequence_parallel: bool | None = None) -> StageTables:
@@ -95,7 +95,7 @@ def test_tables_are_those_of_a_family_of_one(name: str, mesh: Mesh, batch: int, 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_stages_without_axes_have_the_tables_of_those_with_one_where_nothing_is_cut(name: str) -> None:
-    source, mesh = stage_decisions(prepared(name).graph), Mesh((), ())
+    source, mesh = StageDecisions(prepared(name).graph), Mesh((), ())
     source.expect(HARDWARE, BUCKET_BYTES, [(mesh, 4), (Mesh((MeshAxis("tensor", 4),), (1,)), 4)])
     stage = tables_of(source, mesh, 4)
     assert stage.family.amounts is tables_of(source, Mesh((MeshAxis("tensor", 4),), (1,)), 4).family.amounts
@@ -114,7 +114,7 @@ def test_what_single_states_make_up_decides_nothing_along_the_data_axis(
     data: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen() -> tuple[object, ...]:
-        tables = tables_of(stage_decisions(prepared("mlp").graph), Mesh((), ()), 4)
+        tables = tables_of(StageDecisions(prepared("mlp").graph), Mesh((), ()), 4)
         axis = rules._data_axis(tables.decisions, tables.parts, data)
         return axis.numbers, axis.assignments
 
@@ -150,7 +150,7 @@ def test_seconds_are_those_of_the_whole_objective(mesh: Mesh, batch: int, seed: 
 
 
 def test_meshes_share_times_of_messages_where_those_are_the_same() -> None:
-    source = stage_decisions(captured("mlp"))
+    source = StageDecisions(captured("mlp"))
 
     def costs(stride: int) -> MeshCosts:
         return source.costs(HARDWARE, Mesh((MeshAxis("tensor", 4),), (stride,)), BUCKET_BYTES)
@@ -168,7 +168,7 @@ def test_meshes_share_times_of_messages_where_those_are_the_same() -> None:
 @pytest.mark.parametrize("sequence_parallel", [None, True, False])
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_stages_that_are_bounded_together_have_their_own_bounds(name: str, sequence_parallel: bool | None) -> None:
-    source = stage_decisions(prepared(name).graph)
+    source = StageDecisions(prepared(name).graph)
     meshes = [Mesh((), ()), *(Mesh((MeshAxis("tensor", size),), (stride,)) for size in (2, 3, 8) for stride in (1, 8))]
     stages = [(mesh, batch) for mesh in meshes for batch in (1, 4)]
     source.expect(HARDWARE, BUCKET_BYTES, stages)
@@ -202,7 +202,7 @@ def test_no_label_passes_faster_than_what_it_keeps_and_holds_leaves_at_least(nam
 
 
 def test_tied_parameters_of_stages_bounded_together_lie_as_is_best_for_each() -> None:
-    source = stage_decisions(prepared("gpt").graph)
+    source = StageDecisions(prepared("gpt").graph)
     stages = [(Mesh((MeshAxis("tensor", size),), (1,)), 4) for size in (2, 4, 8)]
     source.expect(HARDWARE, BUCKET_BYTES, stages)
     for mesh, batch in stages:

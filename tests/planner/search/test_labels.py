@@ -25,7 +25,7 @@ from planner.search.dynamic_programming import fastest
 from planner.search.problem.problem import Problem
 from planner.search.problem.variables import Kind
 from planner.search.units import sweep
-from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_decisions, stage_tables
+from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_tables
 from planner.search.units.records import PARTS, TablePart, UnitFactors, rows_of
 from planner.search.units.rules import rules_of
 from planner.search.units.stage_tables import ENTRY, EXIT
@@ -47,9 +47,9 @@ WEIGHTS = st.builds(
 @cache
 def prepared(name: str, unfolded: bool = False) -> StageDecisions:
     if name == "gpt3-175b":
-        return stage_decisions(at_precision(load_network("zoo:gpt3-175b").capture(), "bfloat16"))
+        return StageDecisions(at_precision(load_network("zoo:gpt3-175b").capture(), "bfloat16"))
     graph = captured("mlp") if name == "mlp" else captured_small(name, 3)
-    return stage_decisions(unfold(graph) if unfolded else graph)
+    return StageDecisions(unfold(graph) if unfolded else graph)
 
 
 @cache
@@ -297,7 +297,7 @@ def test_an_expert_axis_shards_experts_and_the_batch() -> None:
     )
     inputs = language_inputs(config.vocabulary, 128, masked=False)
     graph = repeated(decoder_graph(ZooMixtral(config=config), 2, inputs, name="experts", notes=()), 3)
-    source = stage_decisions(at_precision(graph, "bfloat16"))
+    source = StageDecisions(at_precision(graph, "bfloat16"))
     tables = stage_tables(
         at_batch(source.graph, 8),
         source,

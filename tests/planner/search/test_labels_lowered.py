@@ -22,7 +22,7 @@ from planner.lowering.instructions import LoweredStages
 from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.plans.plan import LayerRules, NodeRules, RecomputeRange
-from planner.search.units.labels import RECOMPUTE, StageTables, stage_decisions, stage_tables
+from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, stage_tables
 from planner.search.units.rules import rules_of
 from planner.sharding.placement import Mesh
 from simulator.corrections import kernel_factor, message_time
@@ -48,7 +48,7 @@ DEAR = 1e-7
 def tables_of(graph: OperatorGraph, mesh: Mesh, micro_batch: int = 2, **options: object) -> StageTables:
     return stage_tables(
         at_batch(graph, micro_batch),
-        stage_decisions(graph),
+        StageDecisions(graph),
         load_profile(HARDWARE),
         mesh,
         optimizer=optimizer("adamw"),

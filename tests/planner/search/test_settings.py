@@ -13,8 +13,8 @@ from planner.graph.scaling import at_batch
 from planner.networks import load_network
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
+from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Problem, Setting
-from planner.search.problem.states import StatesOnMesh
 from planner.search.problem.variables import Decisions, Kind, decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.profiles import load_profile
@@ -56,9 +56,9 @@ def test_variables_that_are_cut_alike_have_the_states_they_would_have_alone(
     made, counted = decisions(graph), set[int]()
     mesh = Mesh((MeshAxis("data", data), MeshAxis("tensor", tensor)))
     costs = MeshCosts(load_profile("dgx-a100"), mesh, 25 * 2**20)
-    states = StatesOnMesh(graph, made, replace(setting(), costs=costs))
+    states = Parts(graph, made, replace(setting(), costs=costs))
     for number, variable in enumerate(made.variables):
-        found = states.of(number)
+        found = states.states(number)
         assert np.array_equal(found.choice, states._choices(variable, states._ports(variable)))
         for tensors, reads in ((variable.read, True), (variable.written, False)):
             for tensor, placed in tensors.items():

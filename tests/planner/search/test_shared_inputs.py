@@ -10,7 +10,7 @@ from planner.graph.capture import capture_module
 from planner.graph.folding import fold, unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
-from planner.search.units.labels import UnitWeights, stage_decisions, stage_tables
+from planner.search.units.labels import StageDecisions, UnitWeights, stage_tables
 from simulator.profiles import load_profile
 from tests.planner.search.problems import BUCKET_BYTES, make_mesh
 from tests.planner.sharding.small_networks import BatchTensor
@@ -46,7 +46,7 @@ class Masked(nn.Module):
 
 def least(graph: OperatorGraph, tensor: int) -> float:
     tables = stage_tables(
-        at_batch(graph, 8), stage_decisions(graph), load_profile("dgx-a100"), make_mesh(tensor=tensor),
+        at_batch(graph, 8), StageDecisions(graph), load_profile("dgx-a100"), make_mesh(tensor=tensor),
         optimizer=optimizer("adamw"), bucket_bytes=BUCKET_BYTES,
     )  # fmt: skip
     assert all(len(unit.forward_s) for unit in tables.units)

@@ -21,7 +21,7 @@ from planner.plans.plan import Plan, Status, expanded_rules
 from planner.search.problem.hints import FREE_AXES, first_not_kept, told_apart
 from planner.search.problem.unaligned import apart
 from planner.search.units.hinted import StageHints, StageMesh, hinted_decisions
-from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_decisions, stage_tables
+from planner.search.units.labels import StageDecisions, StageTables, UnitWeights, stage_tables
 from planner.search.units.records import rows_of
 from planner.sharding.cuts import OperatorCuts
 from planner.sharding.placement import REPLICATE, MeshAxis, placement_name
@@ -40,7 +40,7 @@ NOTHING = Rule((), (), splits_work=False)
 
 @cache
 def source() -> StageDecisions:
-    return stage_decisions(captured("mlp"))
+    return StageDecisions(captured("mlp"))
 
 
 def left(*hints: Hint, data: int = 2, samples: int = 8, rest_by_data: bool = False, anywhere: bool = False) -> Any:
