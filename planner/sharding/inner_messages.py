@@ -85,12 +85,16 @@ def message_bytes(
     specs = (*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
     total = shares[0] * 0.0
     if message.elements:
-        of_channels = len(node.tensor_inputs) + 1 if node.phase is Phase.FORWARD else 2
-        total = total + bytes_of_sums(node, message.elements) * shares[of_channels]
+        total = total + bytes_of_sums(node, message.elements) * shares[of_channels(node)]
     times = message.gathered * (size if message.uncut else 1)
     for position in message.tensors:
         total = total + shares[position] * (sent_bytes(specs[position], message) * times)
     return total
+
+
+def of_channels(node: Node) -> int:
+    """Number of a tensor of a batch norm that has an element a channel: its mean, or what its gradient reads of it."""
+    return len(node.tensor_inputs) + 1 if node.phase is Phase.FORWARD else 2
 
 
 def sent_bytes(spec: TensorSpec, message: InnerMessage) -> float:

@@ -73,15 +73,12 @@ class Kernels:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[Kernel, str, tuple[int, int, int] | None, int], _KernelRows] = {}
-        self._before: list[tuple[IntArray, IntArray]] = []
+        self.before: list[tuple[IntArray, IntArray]] = []
+        """Kernels, and those whose time they take as well, both of shape (n,)."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
-
-    def precede(self, rows: IntArray, before: IntArray) -> None:
-        """Let the kernels `rows` take the time of those in `before` as well, both of shape (n,)."""
-        self._before.append((rows, before))
 
     def add(
         self,
@@ -148,18 +145,17 @@ class Kernels:
                 time = kernel_time(hardware, kernel, dtype, flops, moved)
             factors = np.array([kernel_factor(hardware, kernel, dtype, count) for count in devices.tolist()])
             found[:, group.rows[0]] = time * factors[of_case, None]
-        for rows, before in self._before:
+        for rows, before in self.before:
             found[:, rows] += found[:, before]
         return found
 
 
 @dataclass(slots=True)
 class _Inner:
-    """Messages of one kind inside operators: rows of their kernels, payloads that stay, and ports that grow."""
+    """Messages of one kind inside operators: rows of their kernels, and ports."""
 
     message: InnerMessage
     rows: list[IntArray] = field(default_factory=list)
-    fixed: list[FloatArray] = field(default_factory=list)
     ports: list[Scaled] = field(default_factory=list)
 
 
@@ -184,7 +180,6 @@ class Messages:
         message: InnerMessage,
         axis: int,
         rows: IntArray,
-        fixed: float,
         sent: Sequence[tuple[float, int, IntArray]],
     ) -> None:
         """Add a message inside the kernels `rows`; `sent` are bytes, growth and masks (rows,) of what is sent."""
@@ -192,7 +187,6 @@ class Messages:
         group = self._inner.setdefault(key, _Inner(message))
         self._axes[key] = axis
         group.rows.append(rows)
-        group.fixed.append(np.full(len(rows), fixed))
         if not group.ports:
             group.ports = [Scaled() for _ in sent]
         for port, (size, growth, axes) in zip(group.ports, sent, strict=True):
@@ -221,7 +215,7 @@ class Messages:
         """Join what was added."""
         self._payloads.close()
         for group in self._inner.values():
-            group.rows, group.fixed = [np.concatenate(group.rows)], [np.concatenate(group.fixed)]
+            group.rows = [np.concatenate(group.rows)]
             for port in group.ports:
                 port.close()
 
@@ -254,9 +248,7 @@ class Messages:
             axis, rows = self._axes[key], group.rows[0]
             if axis >= len(costs.mesh.axes):
                 continue
-            payload = np.broadcast_to(group.fixed[0], (len(ratio), len(rows)))
-            for port in group.ports:
-                payload = payload + port.values(ratio, share)
+            payload = np.sum([port.values(ratio, share) for port in group.ports], axis=0)
             sent = costs.message_time(group.message.collective, axis, np.maximum(payload, 1.0).ravel())
             size = costs.mesh.axes[axis].size
             waits = waiting_time(group.message, size, sent.reshape(payload.shape), work_s[:, rows])

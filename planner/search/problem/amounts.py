@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from planner.cost.work import cast_sizes, stored_elements, traffic_sizes
 from planner.graph.kernel_shapes import kernel_shape
-from planner.graph.operator_graph import DTYPE_BYTES, Node, TensorRef, TensorSpec
+from planner.graph.operator_graph import Node, TensorRef, TensorSpec
 from planner.search.problem.amount_rows import Kernels, Messages, Scaled
 from planner.search.problem.costs import MeshCosts, needs_mask
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import States
 from planner.search.problem.variables import Edge, Move
-from planner.sharding.inner_messages import inner_messages, sent_bytes, summing
+from planner.sharding.inner_messages import bytes_of_sums, inner_messages, of_channels, sent_bytes, summing
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import StepTable, placement_index, step_table
 from planner.sharding.rule_notation import Rule
@@ -214,18 +214,19 @@ class AmountLedger:
             made = self.kernels.add(
                 (Kernel.ELEMENTWISE, dtype), (0.0, 0), nothing, narrow, [ports[place] for place, _ in casts], None
             )
-            self.kernels.precede(rows, made)
+            self.kernels.before.append((rows, made))
         for number, rule in enumerate(rules):
             for message in inner_messages(rule):
-                fixed = float(message.elements * DTYPE_BYTES[dtype])
                 sent = [(sent_bytes(specs[i], message), grows[i], ports[i]) for i in message.tensors]
+                if message.elements:
+                    sent.append((float(bytes_of_sums(node, message.elements)), 0, ports[of_channels(node)]))
                 for axis in range(self.axes):
                     chosen = np.flatnonzero(states.choice[axis] == number)
                     if not len(chosen):
                         continue
                     cut_by = ~(1 << axis) if message.uncut else ~0
                     parts = [(size, growth, axes[chosen] & cut_by) for size, growth, axes in sent]
-                    self.messages.add(message, axis, rows[chosen], fixed, parts)
+                    self.messages.add(message, axis, rows[chosen], parts)
         return rows
 
     # Seconds of messages between operators
