@@ -311,7 +311,7 @@ class Configured:
         tokens. Software that has one mode of recomputation for all layers is searched mode by mode.
         """
         spaces = [pins]
-        if self._gathers_experts(pins):
+        if experts_of(self.graph) > 0 and pins.ep != 1 and not pins.experts_stay and not pins.expert_overlap:
             tokens = replace(pins, expert_messages="tokens")
             spaces = [pins, tokens] if pins.expert_messages else self._placed_experts(tokens)
         if self._may_overlap(pins):
@@ -360,10 +360,6 @@ class Configured:
         if tokens.runs is not None and tokens.expert_cut is None and tokens.tp != 1 and len(tokens.runs.expert_cut) > 1:
             found.append(replace(tokens, expert_cut="whole"))
         return found
-
-    def _gathers_experts(self, pins: Pins) -> bool:
-        """Whether ranks of an expert axis may gather the weights of others instead of sending tokens."""
-        return experts_of(self.graph) > 0 and pins.ep != 1 and not pins.experts_stay and not pins.expert_overlap
 
     def _explore_meshes(
         self, pins: Pins, options: tuple[int, int | None, float | None, int | None], incumbent_s: float, first: bool,

@@ -134,7 +134,8 @@ def exposures(placed: Placed, hardware: Hardware) -> dict[tuple[str, str], float
         found["gathers of parameters", _level(hardware, c, "data")] = longer
     if c.pipeline > 1:
         sends = float(placed.task.sends_s[[end - 1 for end in chosen.ends[:-1]]].min(axis=1).sum())
-        level = hardware.levels[_pair_level(hardware, c)].name
+        wide = (level.name for level in hardware.levels if 2 * c.stride("pipeline") <= level.size)
+        level = next(wide, hardware.levels[-1].name)
         found["messages between stages", level] = sends * (
             placed.task.fill_sends + placed.task.steady_sends / c.pipeline
         )
@@ -162,11 +163,6 @@ def _queues(placed: Placed, rows: FloatArray) -> float:
 
 def _level(hardware: Hardware, c: Configuration, axis: str) -> str:
     return level_of_axis(hardware, getattr(c, axis), c.stride(axis))
-
-
-def _pair_level(hardware: Hardware, c: Configuration) -> int:
-    stride = c.stride("pipeline")
-    return next((n for n, level in enumerate(hardware.levels) if 2 * stride <= level.size), len(hardware.levels) - 1)
 
 
 # What pins cost

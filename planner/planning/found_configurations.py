@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import Any
 
 from planner.planning.beside import Beside
@@ -23,11 +22,6 @@ from simulator.quantities import bytes_text
 
 SURE = 3
 """So many of its plans are mostly simulated: others come from the search of operators."""
-
-
-def least_objective_s(scored: Iterable[Scored]) -> float:
-    """Return the shortest closed-form step of the plans that fit in simulation; infinite if none fits."""
-    return min((one.placed.objective_s for one in scored), default=inf)
 
 
 class FoundConfigurations:

@@ -22,7 +22,7 @@ from planner.planning.explanations import (
     pin_messages,
     reason,
 )
-from planner.planning.found_configurations import FoundConfigurations, least_objective_s, search_tighter, told
+from planner.planning.found_configurations import FoundConfigurations, search_tighter, told
 from planner.planning.hosted import as_simulated, simulated_costs
 from planner.planning.infeasible import why_infeasible
 from planner.planning.one_stage import Candidate, OneStage, OneStagePlans, search_one_stage
@@ -47,7 +47,7 @@ from planner.planning.shared_tables import SharedTables
 from planner.plans.pins import Pins
 from planner.plans.plan import Status
 from planner.plans.request import PlanRequest
-from planner.search.candidates import NOTHING_KNOWN, Space
+from planner.search.candidates import NOTHING_KNOWN
 from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.patience import Patience
 from simulator.errors import UnsupportedError
@@ -200,6 +200,11 @@ def plan_network(
     if candidates and request.sensitivity:
         notes += tuple(other_messages_of_experts(candidates[0].plan, graph, pins))
     notes += (*costs_left_out(candidates), *idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
+    infeasible = ""
+    if not ranked and found is None:
+        infeasible = why_one_stage_does_not_fit(setting.space, one.misfits)
+    elif not ranked and found is not None:
+        infeasible = why_infeasible(found.search, found.pins, found.explored, changes=changes)
     return SearchResult(
         status=candidates[0].plan.certificate.status if candidates else Status.INFEASIBLE,
         candidates=candidates,
@@ -215,7 +220,7 @@ def plan_network(
             *((found.explored.dense,) if found is not None and found.explored.dense else ()),
         ),
         simulation_s=searched.timings["rescoring"] + refining,
-        infeasible="" if ranked else _no_plan(setting.space, one, found, changes=changes),
+        infeasible=infeasible,
         timings=timings,
         shadow_prices=found.prices if found else None,
         pin_costs=searched.pin_costs,
@@ -224,37 +229,32 @@ def plan_network(
 
 
 def _searched(setting: SearchSetting, patience: Patience, cores: int) -> _Searches:
-    search = _Searches(setting, patience, cores)
+    search, request, pins = _Searches(setting, patience, cores), setting.request, setting.pins
     with search.opened:
-        _run(search, setting, patience)
-    return search
-
-
-def _run(search: _Searches, setting: SearchSetting, patience: Patience) -> None:
-    request, pins = setting.request, setting.pins
-    wide = _searches_configurations(request, pins, setting.search)
-    refusable = wide or _falls_back(request, pins)
-    if wide:
-        search.explore()
-    if search.found is None or search.found.leaves_operators:
-        search.search_operators(refusable=refusable)
-    search.rescore()
-    search.explore_tighter()
-    if not search.scored and (patience.found or not search.ended_early):
-        # What was found does not fit once it is simulated.
-        patience.found = False
-        if search.found is None and _falls_back(request, pins):
+        wide = _searches_configurations(request, pins, setting.search)
+        refusable = wide or _falls_back(request, pins)
+        if wide:
             search.explore()
-            search.rescore()
-            search.explore_tighter()
-        elif search.one is None:
+        if search.found is None or search.found.leaves_operators:
             search.search_operators(refusable=refusable)
-            search.rescore()
-    if search.ended_early and not search.scored:
-        raise KeyboardInterrupt
-    if request.sensitivity and not search.interrupted:
-        with search.timed("sensitivity"):
-            search.tell_sensitivity()
+        search.rescore()
+        search.explore_tighter()
+        if not search.scored and (patience.found or not search.ended_early):
+            # What was found does not fit once it is simulated.
+            patience.found = False
+            if search.found is None and _falls_back(request, pins):
+                search.explore()
+                search.rescore()
+                search.explore_tighter()
+            elif search.one is None:
+                search.search_operators(refusable=refusable)
+                search.rescore()
+        if search.ended_early and not search.scored:
+            raise KeyboardInterrupt
+        if request.sensitivity and not search.interrupted:
+            with search.timed("sensitivity"):
+                search.tell_sensitivity()
+    return search
 
 
 class _Searches:
@@ -438,14 +438,6 @@ def _refined(
     return [best, *ranked[1:]], False
 
 
-def _no_plan(space: Space, one: OneStage, found: FoundConfigurations | None, *, changes: bool) -> str:
-    return (
-        why_one_stage_does_not_fit(space, one.misfits)
-        if found is None
-        else why_infeasible(found.search, found.pins, found.explored, changes=changes)
-    )
-
-
 def _with_reasons(
     ranked: list[Candidate], found: FoundConfigurations | None, hardware: Hardware
 ) -> tuple[Candidate, ...]:
@@ -475,7 +467,7 @@ def _certified(candidates: tuple[Candidate, ...], found: FoundConfigurations | N
     that they speak of.
     """
     least_s = min((c.prediction.step_time_s for c in candidates), default=0.0)
-    fitting_s = 0.0 if found is None or not found.scored else least_objective_s(found.scored)
+    fitting_s = min((one.placed.objective_s for one in found.scored), default=0.0) if found is not None else 0.0
     made = []
     for candidate in candidates:
         certificate = as_simulated(candidate.plan.certificate, candidate.plan, least_s)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from planner.planning.prediction import Prediction, without_rounding
 from planner.plans.plan import Plan
 from planner.search.configurations.explored import Placed
-from planner.search.configurations.step_model import StepModel, StoredWays
+from planner.search.configurations.step_model import StepModel
 from planner.search.configurations.storage import Storages
 from planner.search.patience import Patience
 
@@ -171,7 +171,8 @@ def analytic_breakdown(placed: Placed, model: StepModel) -> dict[str, float]:
     picked = joined.picked(tables, chosen.labels)
     compute, update = (sum(seconds[picked].tolist()) for seconds in model.kernels_s(joined.labels, c, joined.trained))
     compute *= c.micro_batches
-    own = sum(_own_s(stored, c.micro_batches)[picked].tolist())
+    own_s = c.micro_batches * (stored.forward_s + stored.backward_s + stored.stall_s) + stored.once_s
+    own = sum(own_s[picked].tolist())
     left = sum(stored.left_s(picked[begin:end]) for begin, end in pairwise((0, *chosen.ends)))
     found = {
         "compute_s": compute / c.pipeline,
@@ -180,11 +181,6 @@ def analytic_breakdown(placed: Placed, model: StepModel) -> dict[str, float]:
     }
     found["bubble_s"] = placed.objective_s - sum(found.values())
     return without_rounding(found, placed.objective_s)
-
-
-def _own_s(ways: StoredWays, micro_batches: int) -> FloatArray:
-    """Seconds (ways,) that a unit keeps its rank busy."""
-    return np.asarray(micro_batches * (ways.forward_s + ways.backward_s + ways.stall_s) + ways.once_s)
 
 
 def differing_term(analytic: Mapping[str, float], simulated: Prediction) -> str:

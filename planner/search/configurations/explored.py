@@ -140,7 +140,7 @@ def diverse(found: Iterable[Placed], count: int) -> list[Placed]:
     """
     ranked = sorted(found, key=lambda p: p.objective_s)
     chosen: dict[tuple[object, ...], Placed] = {}
-    for wanted in (_kinds, _manners, _all):
+    for wanted in (_kinds, _manners, lambda ranked, _: iter(ranked)):
         for placed in wanted(ranked, list(chosen.values())):
             if len(chosen) < count:
                 chosen.setdefault(_behaviour(placed), placed)
@@ -169,10 +169,6 @@ def _manners(ranked: list[Placed], chosen: list[Placed]) -> Iterator[Placed]:
         if (manner := _manner(placed)) not in seen:
             seen.add(manner)
             yield placed
-
-
-def _all(ranked: list[Placed], _: list[Placed]) -> Iterator[Placed]:
-    return iter(ranked)
 
 
 def _manner(placed: Placed) -> tuple[object, ...]:

@@ -323,7 +323,8 @@ class ParetoSearch:
             for n, scope in enumerate(self.model.layout.in_block[number])
         ]
         one = self._eliminated(buckets, tables, [p.rest.inner[number].tables for p in self.prices])
-        free = [_any(v, sizes[v]) for v in block.ends if v not in one.variables]
+        absent = ((v, sizes[v]) for v in block.ends if v not in one.variables)
+        free = [Labels((v,), np.arange(n, dtype=np.int32)[:, None], np.zeros(n), np.zeros(n)) for v, n in absent]
         one = self._joined([one, *free]).linked().over(block.ends)
         joint = np.stack([_joint(one, v, sizes) for v in (block.shared, block.entrance, block.exit)], axis=1)
         one = replace(one, variables=_ONE, states=joint.astype(np.int32))
@@ -358,10 +359,6 @@ def _layers(row: Labels, number: int) -> tuple[dict[int, int], ...]:
         block.trace(int(index[number]), states, {})
         layers.append(states)
     return tuple(layers)
-
-
-def _any(variable: int, size: int) -> Labels:
-    return Labels((variable,), np.arange(size, dtype=np.int32)[:, None], np.zeros(size), np.zeros(size))
 
 
 def _joint(labels: Labels, variables: Variables, sizes: Sequence[int]) -> Index:

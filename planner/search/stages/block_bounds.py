@@ -35,8 +35,6 @@ from planner.search.stages.task import PartitionTask
 PRICES = np.concatenate([[0.0], np.geomspace(0.03, 100.0, 12)])
 """Prices of all bytes that the greediest way of a block keeps, in least times of a block."""
 _ROUNDING = 1e-9
-_EVEN = 1e-15
-"""Part of a sum by which its steps differ where each is the same, by rounding."""
 
 
 def least_busiest(task: PartitionTask) -> float:
@@ -195,12 +193,6 @@ def _followed(before: FloatArray, behind: FloatArray) -> FloatArray:
 def _shared(table: FloatArray) -> FloatArray:
     """(blocks + 1, …) least sums of two rows of blocks that hold so many together."""
     size = len(table)
-    steps = np.diff(table, axis=0) if np.isfinite(table[-1]).all() else None
-    if steps is not None and (steps[1:] >= steps[:-1] - _EVEN * table[-1]).all():
-        # What grows ever faster is least in halves.
-        half = np.arange(size) // 2
-        halves: FloatArray = table[half] + table[np.arange(size) - half]
-        return halves
     shared: FloatArray = table + table[:1]
     # Either row may be the one that holds at most half.
     for few in range(1, (size + 1) // 2):

@@ -148,27 +148,3 @@ def _matter(segments: Segments, priced: FloatArray, turns: FloatArray) -> BoolAr
     found: BoolArray = segments.of_turns @ other
     found[:, 1:] |= (turns[:, :, 1:] < turns[:, :, :-1]).any(axis=1)
     return found
-
-
-def reaches(segments: Segments, fits: Sequence[Sequence[int]], which: Sequence[int]) -> bool:
-    """Whether some row of segments fits, as `cut` would find one.
-
-    The units behind which a row of so many chunks may end are the bits of one number for each boundary state, so that
-    a group of segments moves all of them at once.
-
-    Parameters
-    ----------
-    fits : (rows,) groups that are allowed in each row
-    which : (chunks,) row of `fits` for each chunk
-    """
-    shifts = segments.shifts
-    ends = [0] * len(segments.states)
-    ends[0] = 1
-    for row in which:
-        behind = [0] * len(ends)
-        for group in fits[row]:
-            starts, length, entry, leave = shifts[group]
-            if found := ends[entry] & starts:
-                behind[leave] |= found << length
-        ends = behind
-    return bool(ends[0] >> segments.task.units & 1)

@@ -177,7 +177,7 @@ def _frontier(
     if counts.max() > max(width, _AT_ONCE):
         rows, exact = _thinner(values, keys, max(width, _AT_ONCE), _AT_ONCE // 2), False
         values, keys, merits = values.take(rows, axis=0), keys.take(rows), merits.take(rows, axis=0)
-    order = _lexical(keys, merits, values)
+    order: IntArray = np.lexsort((*values.T[::-1], *merits.T[::-1], keys))
     kept = order[~_dominated_of_each(merits.take(order, axis=0), keys.take(order))]
     if len(kept) > width and np.bincount(keys.take(kept)).max() > width:
         kept, exact = kept.take(_thinner(values.take(kept, axis=0), keys.take(kept), width, width)), False
@@ -192,22 +192,6 @@ def _thinner(values: FloatArray, keys: IntArray, most: int, width: int) -> IntAr
             rows = np.flatnonzero(keys == key)
             found.append(rows if count <= most else rows[_spread(values.take(rows, axis=0), width)])
     return np.concatenate(found)
-
-
-def _lexical(keys: IntArray, merits: FloatArray, values: FloatArray) -> IntArray:
-    """Rows by key, then in lexical order of all columns: the first one nearly always differs."""
-    first = merits[:, 0]
-    order: IntArray = np.lexsort((first, keys))
-    keys, first = keys.take(order), first.take(order)
-    same = (first[1:] == first[:-1]) & (keys[1:] == keys[:-1])
-    if same.any():
-        tied = np.zeros(len(order), dtype=np.bool_)
-        tied[1:] = same
-        tied[:-1] |= same
-        rows = order[tied]
-        columns = (*values.take(rows, axis=0).T[::-1], *merits.take(rows, axis=0).T[::-1], keys[tied])
-        order[tied] = rows.take(np.lexsort(columns))
-    return order
 
 
 def _dominated_of_each(values: FloatArray, keys: IntArray) -> NDArray[np.bool_]:

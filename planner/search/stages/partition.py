@@ -18,12 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import compress
 
 import numpy as np
 
 from planner.search.stages.chain_bound import few_cuts, unlike
-from planner.search.stages.cutting import cut, reaches
+from planner.search.stages.cutting import cut
 from planner.search.stages.fragments import (
     ACTIVATION,
     BACKLOG,
@@ -222,9 +221,8 @@ class _Cutter:
 
     def exists(self, limit_s: float) -> bool:
         """Whether there is a cut with each chunk's time under the limit."""
-        numbers = range(len(self.segments.groups))
-        fits = [list(compress(numbers, row)) for row in (self.least_busy <= limit_s * (1 + ROUNDING)).tolist()]
-        return reaches(self.segments, fits, self.kinds)
+        costs = np.where(self.least_busy <= limit_s * (1 + ROUNDING), 0.0, np.inf)
+        return cut(self.segments, costs, self.kinds) is not None
 
     def picks(self, limit_s: float) -> Picks | None:
         """Rows of the cheapest fill with each chunk's time under the limit."""

@@ -374,8 +374,9 @@ def _kept(values: FloatArray, state: IntArray, bound: FloatArray, rows: IntArray
     for place in np.flatnonzero(np.bincount(states)).tolist():
         same = rows[states == place]
         if len(same) > 4 * beam:
-            same, least = _first(same, bound.take(same), 4 * beam)
-            left_out = min(left_out, least)
+            order = np.argsort(bound.take(same), kind="stable")
+            left_out = min(left_out, float(bound[same[order[4 * beam]]]))
+            same = np.sort(same[order[: 4 * beam]])
         same = same.take(_unbeaten(values.take(same, axis=0)))
         if len(same) > beam:
             order = np.argsort(bound.take(same), kind="stable")
@@ -385,23 +386,7 @@ def _kept(values: FloatArray, state: IntArray, bound: FloatArray, rows: IntArray
     return np.concatenate(found), left_out
 
 
-def _first(rows: IntArray, bound: FloatArray, most: int) -> tuple[IntArray, float]:
-    """The `most` rows of least bounds, of equal ones the first, and the least bound of the others."""
-    least = float(np.partition(bound, most)[most])
-    below = bound < least
-    below[np.flatnonzero(bound == least)[: most - int(np.count_nonzero(below))]] = True
-    return rows[below], least
-
-
 def _unbeaten(values: FloatArray) -> IntArray:
-    """Rows that no other one beats, as `dominated` has it, in lexical order; by sorting where two columns differ."""
-    distinct = np.flatnonzero((values != values[0]).any(axis=0))
-    if not len(distinct):
-        return np.zeros(1, dtype=np.int64)
-    order: IntArray = np.lexsort(values[:, distinct[::-1]].T)
-    if len(distinct) != 2:
-        return order[~dominated(values.take(order, axis=0))]
-    other = values[:, distinct[1]].take(order)
-    kept = np.ones(len(values), dtype=np.bool_)
-    kept[1:] = other[1:] < np.minimum.accumulate(other)[:-1]
-    return order[kept]
+    """Rows that no other one beats, as `dominated` has it, in lexical order."""
+    order: IntArray = np.lexsort(values.T[::-1])
+    return order[~dominated(values.take(order, axis=0))]

@@ -211,11 +211,6 @@ class Segments:
         self.busy = steady + np.maximum(self.values[:, QUEUE], 0.0)
 
     @cached_property
-    def shifts(self) -> list[tuple[int, int, int, int]]:
-        """(groups,) first units as the bits of one number, length, entry and exit state."""
-        return [((1 << g.starts.stop) - (1 << g.starts.start), g.length, g.entry, g.exit) for g in self.groups]
-
-    @cached_property
     def moves(self) -> SegmentEnds:
         """Every segment at every place where it may begin."""
         return SegmentEnds.of(self.groups, len(self.states))

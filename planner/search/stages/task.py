@@ -136,7 +136,9 @@ def simplified(task: PartitionTask) -> PartitionTask:
         return task
     block = task.kinds[most]
     same = np.flatnonzero(block.entry == block.exit) if task.counts[most] > 1 else np.arange(len(block))
-    states = {int(block.exit[rows[0]]) for rows in _orders(block, same)} if len(same) else set(block.exit.tolist())
+    time, kept = block.busy[same], block.values[same, ACTIVATION]
+    first = [same[np.lexsort(keys)[0]] for keys in ((kept, time), (time, kept)) if len(same)]
+    states = {int(block.exit[way]) for way in first} or set(block.exit.tolist())
     kinds = tuple(thinned(kind, frozenset(states), FEW) for kind in task.kinds)
     return replace(task, kinds=kinds) if all(len(kind) for kind in kinds) else task
 
@@ -171,11 +173,6 @@ def idealised(task: PartitionTask) -> PartitionTask:
         entries, exits = np.array(list(pairs), dtype=np.int64).T
         kinds.append(Fragments(np.array(rows), entries, exits, np.arange(len(rows))[:, None]))
     return replace(task, kinds=tuple(kinds), apart_s=None)
-
-
-def _orders(block: Fragments, rows: IntArray) -> tuple[IntArray, IntArray]:
-    time, kept = block.busy[rows], block.values[rows, ACTIVATION]
-    return rows[np.lexsort((kept, time))], rows[np.lexsort((time, kept))]
 
 
 def turns_s(task: PartitionTask, fill_s: FloatArray, busy_s: FloatArray) -> float:

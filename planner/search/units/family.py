@@ -151,11 +151,6 @@ class Family:
         return found
 
     @cached_property
-    def _states_of_kinds(self) -> int:
-        """States of all kinds of variables together."""
-        return sum(len(self.wide.states(kind)) for kind in self._kinds)
-
-    @cached_property
     def _conditions(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         return divisibility(self.wide, self._kinds)
 
@@ -183,7 +178,7 @@ class Family:
         places, extents, grows, masks = self._conditions
         before = self.wide.graph.batch_size
         extents = np.where(grows, extents // before * case.batch, extents)
-        keep = np.ones(self._states_of_kinds, dtype=np.bool_)
+        keep = np.ones(sum(len(self.wide.states(kind)) for kind in self._kinds), dtype=np.bool_)
         keep[places[extents % ways_of_masks(sizes)[masks] != 0]] = False
         key = (sizes, keep.tobytes())
         if key not in self._shapes:

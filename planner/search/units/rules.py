@@ -78,17 +78,13 @@ def rules_of(
         along = beside.numbers[place] if beside else 0
         key = (number, choice, along)
         if key not in made:
-            rules = _node_rules(tables, number, tables.units[number].assignments[choice])
+            rules = _rules(tables.decisions, tables.parts, number, tables.units[number].assignments[choice])
             if beside:
                 stored = _Stored(tables.parts, ways, threshold_bytes, whole, uneven)
                 rules = _beside(tables, beside.rules(number, along), rules, stored)
             made[key] = rules
         units.append(made[key])
     return _by_name(tables, units)
-
-
-def _node_rules(tables: StageTables, number: int, states: Mapping[int, int]) -> UnitRules:
-    return _rules(tables.decisions, tables.parts, number, states)
 
 
 def _rules(source: StageDecisions, parts: Parts, number: int, states: Mapping[int, int]) -> UnitRules:

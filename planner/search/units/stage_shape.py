@@ -119,7 +119,7 @@ class StageShape:
         self.source, self.parts, self.options = source, parts, options
         self.chain = source.chain
         self.stations = tuple(parts.station_of[b.forward] for b in self.chain.boundaries)
-        self._sequence_sharded: dict[int, BoolArray] = {}
+        self._barred: dict[int, BoolArray] = {}
         self._units: dict[int, UnitShape] = {}
         self._flights: dict[int, FlightSizes] = {}
         self.classes = self._classes()
@@ -227,12 +227,6 @@ class StageShape:
 
     # Sequence parallelism
 
-    def sequence_sharded(self, number: int) -> BoolArray:
-        """States of a variable in which a forward activation is sharded along the sequence on the tensor axis."""
-        if number not in self._sequence_sharded:
-            self._sequence_sharded[number] = self._find_sequence_sharded(number)
-        return self._sequence_sharded[number]
-
     def shards_sequence(self, assignment: Mapping[int, int]) -> bool:
         """Whether states of variables shard a forward activation along the sequence on the tensor axis."""
         axis = self._tensor_axis
@@ -245,7 +239,8 @@ class StageShape:
                 return True
         return False
 
-    def _find_sequence_sharded(self, number: int) -> BoolArray:
+    def sequence_sharded(self, number: int) -> BoolArray:
+        """States of a variable in which a forward activation is sharded along the sequence on the tensor axis."""
         states, axis = self.parts.states(number), self._tensor_axis
         found = np.zeros(len(states), dtype=np.bool_)
         if axis is None or not self.source.sequences:
@@ -270,10 +265,10 @@ class StageShape:
 
     def barred(self, number: int) -> BoolArray:
         """States of a variable that are not to be taken, unless that leaves none."""
-        if not self.bars:
-            return np.zeros(len(self.parts.states(number)), dtype=np.bool_)
-        states = self.sequence_sharded(number)
-        return states & ~states.all()
+        if number not in self._barred:
+            states = self.sequence_sharded(number) if self.bars else np.zeros(len(self.parts.states(number)), np.bool_)
+            self._barred[number] = states & ~states.all()
+        return self._barred[number]
 
     def crosses(self) -> dict[int, BoolArray]:
         """States of the stations of boundaries that may cross these."""

@@ -94,7 +94,7 @@ def _labels_of(stage: Stage, units: Sequence[Tabled], shared: Mapping[int, int])
     if units[0].shape.alone:
         found = [_only(unit, len(modes)) for unit in units]
     else:
-        found = _solved(units, [_plain_rows(modes)] * len(units), shared, len(modes))
+        found = _solved(units, [rows_of(UnitWeights(step=STEP_WEIGHTS[0]), modes)] * len(units), shared, len(modes))
     if any(units[0].sizes[v] > 1 for v in units[0].model.variables):
         # Else no price decides anything.
         fixed, kept_bytes, elements = _price_rows(modes)
@@ -104,12 +104,6 @@ def _labels_of(stage: Stage, units: Sequence[Tabled], shared: Mapping[int, int])
             rows.append(fixed + kept_bytes * (time / kept) + elements * (time / held))
         found = _solved(units, rows, shared, len(modes))
     return [_labels(stage, unit, one, np.array(modes)[one.mode]) for unit, one in zip(units, found, strict=True)]
-
-
-@lru_cache(maxsize=16)
-def _plain_rows(modes: tuple[int, ...]) -> FloatArray:
-    """Weights of all parts in a plain step, a row for each mode."""
-    return rows_of(UnitWeights(step=STEP_WEIGHTS[0]), modes)
 
 
 @lru_cache(maxsize=16)

@@ -186,7 +186,10 @@ class UnitModel:
             if base in saved and hops:
                 for reader in sorted(readers - {-1}):
                     path = (*hops, (TensorRef(index), reader))
-                    self.copies.extend((base, ref, self._writer(ref), number) for ref, number in path)
+                    self.copies.extend(
+                        (base, ref, self.stations.get(ref, self.decisions.of_node[ref.node]), number)
+                        for ref, number in path
+                    )
 
     def _viewed(
         self, ref: TensorRef, saved: Mapping[TensorRef, object]
@@ -202,9 +205,6 @@ class UnitModel:
             if ref in saved:
                 break
         return ref, hops
-
-    def _writer(self, ref: TensorRef) -> int:
-        return self.stations.get(ref, self.decisions.of_node[ref.node])
 
     def kept(self, mode: str) -> Iterator[TensorRef]:
         """Forward tensors that wait for the backward pass where the unit computes again."""
