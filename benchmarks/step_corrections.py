@@ -21,7 +21,7 @@ from benchmarks.step_factors import (
     left_out_s,
 )
 from planner.cost.software_file import shipped_software
-from planner.cost.stacks import family_of, usual_launch_s
+from planner.cost.stacks import USUAL_STACKS, family_of
 from planner.published.fitting import FloatArray
 from planner.published.pinned import PinnedRun
 from simulator.calibration.fit_profiles import with_fields
@@ -60,7 +60,8 @@ def _launches(hardware: Hardware) -> dict[str, float]:
     if family_of(hardware.device_name).startswith("ascend"):
         return {}
     stacks = shipped_software().coefficients.stacks
-    return {LAUNCH: usual_launch_s(stacks) * hardware.training.get("launch", 1.0)}
+    usual = np.median([stacks[stack]["launch_s"] for stack in USUAL_STACKS if "launch_s" in stacks.get(stack, {})])
+    return {LAUNCH: float(usual) * hardware.training.get("launch", 1.0)}
 
 
 def _launch_source(hardware: Hardware) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from planner.cost.stacks import usual_factors
+from planner.cost.stacks import USUAL_STACKS, factors_of
 from planner.published.fitting import FloatArray
 
 NAMES = ("matmul", "attention", "convolution", "memory", "optimizer", "inside", "outside")
@@ -56,7 +56,9 @@ def centres(
     devices: Mapping[str, Mapping[str, float]], stacks: Mapping[str, Mapping[str, float]]
 ) -> dict[str, FloatArray]:
     """Factors (7,) by family that devices and the usual software are known to have: their product."""
-    software = usual_factors(stacks)
+    known = [stacks[stack] for stack in USUAL_STACKS if stack in stacks]
+    names = {name for stack in known for name in stack}
+    software = factors_of({name: float(np.median([stack.get(name, 1.0) for stack in known])) for name in names})
     return {
         family: np.array([device.get(name, 1.0) * software.get(name, 1.0) for name in NAMES])
         for family, device in devices.items()

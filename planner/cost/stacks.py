@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
-import numpy as np
-
 
 class AttentionKernel(StrEnum):
     """How the attention core runs."""
@@ -94,14 +92,6 @@ def stack_key(stack: Stack, *, deterministic: bool, family: str) -> str:
 
 USUAL_STACKS = ("eager", "compiled", "megatron", "deepspeed", "transformer_engine")
 """Stacks whose median stands for software that a plan does not name."""
-Stacks = Mapping[str, Mapping[str, float]]
-
-
-def usual_factors(stacks: Stacks) -> dict[str, float]:
-    """Factors on kernels of planned steps that the usual software has."""
-    known = [stacks[stack] for stack in USUAL_STACKS if stack in stacks]
-    names = {name for stack in known for name in stack}
-    return factors_of({name: float(np.median([stack.get(name, 1.0) for stack in known])) for name in names})
 
 
 def factors_of(stack: Mapping[str, float]) -> dict[str, float]:
@@ -113,13 +103,6 @@ def factors_of(stack: Mapping[str, float]) -> dict[str, float]:
         "image": stack.get("image", 1.0),
         "optimizer": stack.get("optimizer", 1.0),
     }
-
-
-def usual_launch_s(stacks: Stacks) -> float:
-    """Seconds that the host takes to launch an operator with software that a plan does not name."""
-    return float(
-        np.median([stacks[stack]["launch_s"] for stack in USUAL_STACKS if "launch_s" in stacks.get(stack, {})])
-    )
 
 
 USUAL_BALANCE = 300.0

@@ -16,7 +16,7 @@ from planner.graph.operator_graph import DTYPE_BYTES, STORED_BYTES, Node, Operat
 from planner.graph.recompute import KeptByGraph
 from simulator.errors import InputError
 from simulator.kernels import ELEMENT_BYTES
-from simulator.program import Kernel, Phase
+from simulator.program import Collective, Kernel, Phase
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 NARROW_RANGE = "float16"
@@ -102,13 +102,6 @@ def update_bytes(update: Optimizer, size: int, gradient_bytes: Amount) -> Amount
     wide = max(4, size)
     moved = (2 * update.states + update.again) * wide + (2 * wide + size if size < wide else 2 * size)
     return gradient_bytes + moved
-
-
-def finish_traffic(dtype: str) -> int:
-    """Bytes of `update_traffic` that are moved after the sums are known: the direction and the parameter, twice."""
-    size = DTYPE_BYTES[dtype]
-    wide = max(4, size)
-    return 3 * wide + (size if size < wide else 0)
 
 
 def sum_bytes(update: Optimizer, dtype: str) -> int:
@@ -250,3 +243,20 @@ def _cast_part(graph: OperatorGraph, node: Node, factor: TensorRef) -> float:
         )
         return 0.0 if kept else 0.5
     return float(source.kernel is Kernel.ATTENTION)
+
+
+READ_AND_WRITTEN = 2.0
+
+
+def packing_bytes(
+    collective: Collective, payload_bytes: Amount, members: int, *, laid: bool = True, cut: bool = True
+) -> Amount:
+    """Bytes that are read and written to lay tensors together for a message, and to cut them out of one."""
+    before = after = 0.0
+    if laid and collective is Collective.ALL_GATHER:
+        before = 1.0 / members
+    if laid and collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
+        before = 1.0
+    if cut and collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL):
+        after = 1.0
+    return READ_AND_WRITTEN * (before + after) * payload_bytes

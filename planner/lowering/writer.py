@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from planner.cost.packing import packing_bytes
-from planner.cost.work import state_bytes
+from planner.cost.work import packing_bytes, state_bytes
 from planner.graph.operator_graph import DTYPE_BYTES, Role, TensorRef
 from planner.lowering.instructions import Communicate, HostCopy, Instruction, Mask, Slice
 from planner.lowering.placed import PlacedGraph, placements_text

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.packing import packing_bytes
+from planner.cost.work import packing_bytes
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh
 from planner.sharding.redistribution import placements_of_rank, step_table
 from simulator.corrections import kernel_factor, message_time

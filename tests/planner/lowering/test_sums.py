@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.cost.work import OPTIMIZERS, finish_traffic, optimizer, state_bytes, update_bytes, update_traffic
+from planner.cost.work import OPTIMIZERS, optimizer, state_bytes, update_bytes, update_traffic
+from planner.graph.operator_graph import DTYPE_BYTES
 from planner.lowering import representatives, unit_work
 from planner.lowering.instructions import BeginUpdate, Communicate, Update
 from planner.lowering.pipeline import lower_pipeline
@@ -23,6 +24,13 @@ from tests.planner.search.problems import captured
 GRAPH = captured("gpt2-tiny")
 HARDWARE = load_profile("dgx-a100")
 TRAINED = sum(GRAPH.multiplicity[p.node] for p in GRAPH.parameters if p.gradient is not None)
+
+
+def finish_traffic(dtype: str) -> int:
+    """Bytes of `update_traffic` that are moved after the sums are known: the direction and the parameter, twice."""
+    size = DTYPE_BYTES[dtype]
+    wide = max(4, size)
+    return 3 * wide + (size if size < wide else 0)
 
 
 def plan(storage: str = "sharded", optimizer: str = "lamb") -> Plan:
