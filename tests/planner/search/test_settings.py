@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
 from planner.cost.work import optimizer
 from planner.graph.operator_graph import OperatorGraph
@@ -16,8 +18,23 @@ from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.variables import Decisions, Kind, decisions
+from planner.sharding.inner_messages import inner_messages, message_bytes
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.profiles import load_profile
+from tests.planner.search.made_networks import captured_module
+
+
+class Normed(nn.Module):
+    """A product, and a batch norm that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, features: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(
+            nn.functional.batch_norm(self.layer(features), None, None, self.scale, None, True), target
+        )
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +126,26 @@ def test_sharded_gradients_are_scattered_every_micro_batch(
         assert less[added > 0].all()
         grown += int((added > 0).sum())
     assert grown > 0
+
+
+def test_sums_of_batch_norms_take_what_lowering_sends() -> None:
+    graph = at_batch(captured_module(Normed, (16,), (8,)), 8)
+    mesh = Mesh((MeshAxis("data", 4),))
+    problem = Problem(
+        graph, decisions(graph), replace(setting(), costs=MeshCosts(load_profile("dgx-a100"), mesh, 2**20))
+    )
+    waited = 0
+    for states in problem.states:
+        sent = np.zeros(len(states))
+        for position, index in enumerate(states.variable.nodes):
+            node = graph.nodes[index]
+            for state, choice in enumerate(states.choice[0].tolist()):
+                rule = states.variable.choices[choice].rules[position]
+                shares = [1 / 4 if placed >= 0 else 1.0 for placed in (*rule.inputs, *rule.outputs)]
+                for message in inner_messages(rule):
+                    payload = np.array([message_bytes(graph, node, message, shares, 4)])
+                    sent[state] += problem.setting.costs.message_time(message.collective, 0, payload)[0]
+        work = problem._work[states.kind]
+        assert np.allclose(work.time - work.kernels, sent, rtol=1e-9, atol=1e-15)
+        waited += int((sent > 0).sum())
+    assert waited > 0
