@@ -60,25 +60,8 @@ class PlanSettings(BaseModel):
     out: str | None = None
 
 
-def read_config(path: Path) -> PlanSettings:
-    """Read the options in a file; keys are written with ``-`` or ``_``.
-
-    Raises
-    ------
-    InputError
-        The file cannot be read, is no YAML mapping, or holds an unknown key or a wrong value.
-    """
-    return _settings(path, _mapping(path))
-
-
-def _mapping(path: Path) -> dict[Any, Any]:
-    data = CONFIG.yaml(CONFIG.read(path), path, strict=False)
-    if not isinstance(data, dict):
-        raise InputError(f"config {path}: must be a mapping of option names to values; write for example 'devices: 8'")
-    return data
-
-
 def _settings(path: Path, data: Mapping[Any, Any]) -> PlanSettings:
+    """The options in a file; keys are written with ``-`` or ``_``."""
     known = [one.alias or name for name, one in PlanSettings.model_fields.items()]
     settings: dict[str, Any] = {}
     for key, value in data.items():
@@ -118,12 +101,15 @@ def with_config(given: PlanSettings, path: Path) -> GivenOptions:
     Raises
     ------
     InputError
-        As `read_config`; or degrees of a file in MindFormers' style contradict the devices or the network.
+        The file cannot be read, is no YAML mapping, or holds an unknown key or a wrong value; or degrees of a file in
+        MindFormers' style contradict the devices or the network.
     """
     from planner.exchange.mindspore.mindformers import is_mindformers, translate
     from planner.networks.mindformers_config import transformers_config
 
-    data = _mapping(path)
+    data = CONFIG.yaml(CONFIG.read(path), path, strict=False)
+    if not isinstance(data, dict):
+        raise InputError(f"config {path}: must be a mapping of option names to values; write for example 'devices: 8'")
     if not is_mindformers(data):
         return GivenOptions(settings=merged(given, _settings(path, data)))
     with _naming(path):

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig, even_layers
-from planner.plans.capability import NAME_ENDS, Capability, capabilities
+from planner.plans.capability import NAME_ENDS, Capability, Offload, Overlap, capabilities
 from simulator.checks import near_divisors
 from simulator.errors import InputError
 from simulator.input_file import FileKind
@@ -262,12 +262,7 @@ def rounded(config: TrainingConfig, table: Capability) -> TrainingConfig:
     """
     for one in roundings(config, table):
         config = replace(config, **{name: getattr(one.config, name) for name, _ in one.changed})
-    if (
-        config.dp
-        and config.micro_batch
-        and config.global_batch
-        and config.global_batch % (config.dp * config.micro_batch)
-    ):
+    if config.dp and config.micro_batch and config.global_batch and config.micro_batches is None:
         raise InputError(
             f"{table.framework} {table.version} cannot run this plan, and the nearest that it can has {config.dp} "
             f"data-parallel ranks, which do not divide the global batch {config.global_batch}; plan again with "
@@ -292,24 +287,9 @@ def _text(value: object) -> str:
 
 
 _NEAREST_SCHEDULE = {
-    "gpipe": "1f1b",
-    "zb_h1": "1f1b",
-    "zb_h2": "1f1b",
-    "zbv": "interleaved_1f1b",
-    "dualpipe": "1f1b",
-    "dualpipe_v": "interleaved_1f1b",
-    "interleaved_1f1b": "1f1b",
+    **dict.fromkeys(("gpipe", "zb_h1", "zb_h2", "dualpipe", "interleaved_1f1b"), "1f1b"),
+    **dict.fromkeys(("zbv", "dualpipe_v"), "interleaved_1f1b"),
 }
-
-
-def _one_stage(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    if table.pipeline or (config.pp or 1) == 1:
-        return {}
-    return {"pp": 1, "vpp": 1, "schedule": "none", "layers": ()}
-
-
-def _no_tensor_axis(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    return {} if table.tensor or (config.tp or 1) == 1 else {"tp": 1, "etp": 1, "sequence_parallel": False}
 
 
 def _context(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
@@ -357,10 +337,6 @@ def _joined(layers: tuple[int, ...], pipeline: int) -> tuple[int, ...]:
     return () if len(set(found)) <= 1 else found
 
 
-def _even_stages(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    return {} if table.uneven_stages or not config.layers else {"layers": ()}
-
-
 def _sharding(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
     level, known = config.optimizer_sharding, table.shardings(config.pp or 1)
     if level is None or level in known:
@@ -370,11 +346,6 @@ def _sharding(config: TrainingConfig, table: Capability) -> Mapping[str, object]
     place = order.index(level)
     nearest = next((name for name in (*order[place:], *reversed(order[:place])) if name in known), "none")
     return {"optimizer_sharding": nearest, **({"shard_size": 0} if nearest == "none" else {})}
-
-
-def _shard_group(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    whole = not config.shard_size or config.optimizer_sharding in table.shard_groups
-    return {} if whole else {"shard_size": 0}
 
 
 def _recompute(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
@@ -412,43 +383,27 @@ def _most_full(modes: tuple[str, ...], config: TrainingConfig) -> int:
     return most
 
 
-def _precision(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    return (
-        {}
-        if config.precision in (None, *table.precision)
-        else {"precision": "bf16" if config.precision != "fp64" else "fp32"}
-    )
-
-
-def _sequence(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    if config.sequence_parallel is None or (config.tp or 1) == 1 or table.sequence_parallel == "free":
-        return {}
-    return {"sequence_parallel": table.sequence_parallel == "always"}
-
-
-def _host(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    names = ("offload_optimizer", "offload_parameters", "offload_activations")
-    return {name: False for name in names if getattr(config, name) and name not in table.offload}
-
-
-def _beside(config: TrainingConfig, table: Capability) -> Mapping[str, object]:
-    names = ("tensor_overlap", "expert_overlap", "tokens_once")
-    return {name: False for name in names if getattr(config, name) and name not in table.overlaps}
-
-
 _STEPS: tuple[Step, ...] = (
-    _one_stage,
-    _no_tensor_axis,
+    lambda c, table: (
+        {} if table.pipeline or (c.pp or 1) == 1 else {"pp": 1, "vpp": 1, "schedule": "none", "layers": ()}
+    ),
+    lambda c, table: {} if table.tensor or (c.tp or 1) == 1 else {"tp": 1, "etp": 1, "sequence_parallel": False},
     _context,
     _experts,
     _schedule,
-    _even_stages,
+    lambda c, table: {} if table.uneven_stages or not c.layers else {"layers": ()},
     _sharding,
-    _shard_group,
+    lambda c, table: {} if not c.shard_size or c.optimizer_sharding in table.shard_groups else {"shard_size": 0},
     _recompute,
-    _precision,
-    _sequence,
-    _host,
-    _beside,
+    lambda c, table: (
+        {} if c.precision in (None, *table.precision) else {"precision": "fp32" if c.precision == "fp64" else "bf16"}
+    ),
+    lambda c, table: (
+        {}
+        if c.sequence_parallel is None or (c.tp or 1) == 1 or table.sequence_parallel == "free"
+        else {"sequence_parallel": table.sequence_parallel == "always"}
+    ),
+    lambda c, table: {name: False for name in get_args(Offload) if getattr(c, name) and name not in table.offload},
+    lambda c, table: {name: False for name in get_args(Overlap) if getattr(c, name) and name not in table.overlaps},
 )
 """Degrees first: what they leave decides the rest."""

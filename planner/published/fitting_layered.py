@@ -352,11 +352,6 @@ def _told_apart(run: TrainingRun) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def predicted_logarithms(runs: Sequence[TrainingRun], coefficients: LayeredCoefficients) -> FloatArray:
-    """Logarithm of the predicted seconds of every run."""
-    return Steps(runs).predicted(coefficients)
-
-
 def combined(values: Mapping[Key, float]) -> LayeredCoefficients:
     """Coefficients of devices and stacks: a device's own times what it has in common with others."""
     groups: dict[str, dict[str, dict[str, float]]] = {"devices": {}, "stacks": {}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,10 @@ class FileRow:
     def text(self, column: str) -> str:
         """The stated text, or nothing."""
         return self.texts.get(column, "")
+
+    def says(self, pattern: str, *columns: str) -> re.Match[str] | None:
+        """Where `pattern` is found in the texts of the columns, one behind the other and in lower case."""
+        return re.search(pattern, " ".join(map(self.text, columns)).lower())
 
     def number(self, column: str) -> float | None:
         """The stated number, or None."""

@@ -170,7 +170,6 @@ COLUMNS = (
 )  # fmt: skip
 RECOMPUTED = "memory with full recomputation, without which it does not fit"
 _GIB = 2**30
-_SOFTWARE = ("framework", "other_flags", "attention_impl", "recompute", "zero_fsdp")
 _SAME_TIME = 0.03
 """Runs of one plan on one cluster differ by so much from day to day."""
 _TUNED_STACKS = (Stack.TRANSFORMER_ENGINE, Stack.EAGER, Stack.COMPILED, Stack.MINDSPEED, Stack.MINDSPORE)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from planner.published.measurement_file import FileRow
 from planner.published.reading_network import MissingFactError
 from planner.published.source_rules import stated
-from simulator.hardware import Hardware, Level
+from simulator.hardware import Hardware
 from simulator.profiles import load_profile, profile_names
 
 _PROFILES: tuple[tuple[str, str], ...] = (
@@ -95,7 +95,7 @@ def _profile_name(row: FileRow, notes: list[str]) -> str:
         notes.append("accelerator not stated: A100, on which these tests ran before their results named one")
         return "dgx-a100"
     presumed = "?" in accelerator and "not stated" in row.text("hw").lower()
-    if presumed and not re.search(r"atlas|910", row.text("model").lower()):
+    if presumed and not row.says(r"atlas|910", "model"):
         raise MissingFactError(f"the accelerator is not stated, {accelerator.rstrip('?')!r} is presumed")
     network = f"{row.text('inter_node_link')} per node: {row.whole('accels_per_node') or ''}".lower()
     size = row.number("accel_mem_gb")
@@ -127,9 +127,7 @@ def _memory_bytes(row: FileRow, base: Hardware) -> int:
     """Usable memory where the device is another variant of the profile's; 0: as in the profile."""
     stated = row.number("accel_mem_gb")
     if not stated:
-        found = re.search(
-            r"(?<![\d.])(16|24|32|40|64|80|94|96|141|144|180|192)\s?gb?\b", row.text("accelerator").lower()
-        )
+        found = row.says(r"(?<![\d.])(16|24|32|40|64|80|94|96|141|144|180|192)\s?gb?\b", "accelerator")
         stated = float(found[1]) if found else None
     if not stated:
         return 0
@@ -139,7 +137,7 @@ def _memory_bytes(row: FileRow, base: Hardware) -> int:
 
 def _stated_bandwidth(row: FileRow) -> float:
     """Bandwidth of the device's memory in bytes per second where the row states it; else 0."""
-    found = re.search(r"hbm\w*,?\s*(\d+(?:\.\d+)?)\s*tb/s", f"{row.text('accelerator')} {row.text('hw')}".lower())
+    found = row.says(r"hbm\w*,?\s*(\d+(?:\.\d+)?)\s*tb/s", "accelerator", "hw")
     return float(found[1]) * 1e12 if found else 0.0
 
 
@@ -155,7 +153,7 @@ def _outer_bandwidth(row: FileRow, base: Hardware, per_node: int, notes: list[st
     devices = row.whole("n_accels") or 1
     if devices <= per_node or len(base.levels) < 2:
         return 0.0
-    text = row.text("inter_node_link") or (row.text("hw") if re.search(r"gb/?p?s", row.text("hw").lower()) else "")
+    text = row.text("inter_node_link") or (row.text("hw") if row.says(r"gb/?p?s", "hw") else "")
     rate = _node_rate(_INSIDE_NODE.sub("", text), per_node)
     if rate is None and re.search(r"omni-?path|\bopa\b", f"{text} {row.text('hw')}".lower()):
         rate = _OMNI_PATH_PORT * min(4, per_node)
@@ -212,7 +210,7 @@ def _variant(
         return base
     levels = base.levels
     if per_node:
-        levels = (_resized(levels[0], per_node), *levels[1:])
+        levels = (replace(levels[0], size=per_node), *levels[1:])
     if staged:
         inner = replace(levels[0], bandwidth_bytes_per_s=staged, reduction_bandwidth_bytes_per_s=0.0)
         levels = (inner, *levels[1:])
@@ -232,7 +230,3 @@ def _variant(
         node=None if per_node or staged else base.node,
         collective_tables=() if staged else base.collective_tables,
     )
-
-
-def _resized(level: Level, size: int) -> Level:
-    return replace(level, size=size)

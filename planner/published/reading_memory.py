@@ -70,10 +70,10 @@ def memory_settings(row: FileRow) -> MemorySettings:
         or cumulative(row, "activation offloading"),
         recompute_activation_function="activation-function recompute" in words
         # Megatron-Core's ``--recompute-modules moe_act``.
-        or bool(re.search(r"\b(?:moe_)?act\b", row.text("recompute").lower())),
-        recompute_norms=bool(re.search(r"\bnorm, act|\blayernorm\b", row.text("recompute").lower())),
+        or bool(row.says(r"\b(?:moe_)?act\b", "recompute")),
+        recompute_norms=bool(row.says(r"\bnorm, act|\blayernorm\b", "recompute")),
         every_second_product="torchtitan" in framework
-        and bool(re.search(r"select\w*(?: \(?op\b| \(config)", row.text("recompute").lower())),
+        and bool(row.says(r"select\w*(?: \(?op\b| \(config)", "recompute")),
         fused_loss=bool(re.search(r"cross[-_]entropy[-_](?:loss[-_])?fusion", words))
         # torchtitan compiles its loss as well since the beginning of 2025 (``build_cross_entropy_loss``).
         or ("torchtitan" in framework and "compile" in words and row.text("measured_date") >= "2025"),

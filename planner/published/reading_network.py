@@ -185,8 +185,7 @@ def _predicted_positions(row: FileRow, traits: Traits, notes: Notes) -> float:
     """
     if traits.causal or "megatron" in row.text("framework").lower():
         return 1.0
-    words = f"{row.text('model')} {row.text('source_table')}".lower()
-    if re.search(r"squad|fine-?tun|\bner\b|mnli|glue", words):
+    if row.says(r"squad|fine-?tun|\bner\b|mnli|glue", "model", "source_table"):
         return _CLASSIFIED
     notes.append("logits for the masked tokens, 5 of 32")
     return 5 / 32
@@ -262,7 +261,7 @@ def _by_parameters(row: FileRow, layers: int, hidden: int, notes: Notes) -> tupl
     Where neither is stated the width is 128 times the layers, as in the GPT-3 family.
     """
     stated = row.number("params_b") or billions(row.text("model"))
-    if not stated or re.search(r"moe|\dx\d", f"{row.text('model')} {row.text('arch')}".lower()):
+    if not stated or row.says(r"moe|\dx\d", "model", "arch"):
         missing = "n_layers" if hidden else "hidden and n_layers"
         raise MissingFactError(f"{missing} not stated, and {row.text('model') or 'the network'} is not a known network")
     parameters = stated * 1e9
@@ -287,7 +286,7 @@ def _length(row: FileRow, traits: Traits, notes: Notes) -> int:
         return _assumed_length(row, traits, notes)
     remarks = row.text("notes").lower()
     unpacked = "cumulative: baseline" in row.text("other_flags").lower()  # the next step of the list packs samples
-    pairs = re.search(r"(?:^|_)(?:orm|prm|reward)_", row.text("model").lower())  # reward models see whole answers
+    pairs = row.says(r"(?:^|_)(?:orm|prm|reward)_", "model")  # reward models see whole answers
     varying = "variable length" in remarks or pairs
     if unpacked or (varying and "derived" not in remarks and "pack" not in row.text("model").lower()):
         length = min(length, _INSTRUCTION_LENGTH)
@@ -300,12 +299,8 @@ def _length(row: FileRow, traits: Traits, notes: Notes) -> int:
 
 def _binned(row: FileRow) -> bool:
     """NVIDIA's later BERT examples load samples through LDDL, which pads them to their bin, not to the longest."""
-    return bool(
-        re.search(r"deeplearningexamples", row.text("source").lower())
-        and re.search(r"^(pytorch|paddlepaddle)$", row.text("framework").lower())
-        and "pre-training" in row.text("source_table").lower()
-        and "a100" in row.text("accelerator").lower()
-    )
+    said = (r"deeplearningexamples", "source"), (r"^(pytorch|paddlepaddle)$", "framework")
+    return all(row.says(*one) for one in (*said, ("pre-training", "source_table"), ("a100", "accelerator")))
 
 
 def _assumed_length(row: FileRow, traits: Traits, notes: Notes) -> int:
@@ -316,7 +311,7 @@ def _assumed_length(row: FileRow, traits: Traits, notes: Notes) -> int:
             length = 128
         notes.append(f"sequence length not stated: {length}, as BERT is usually trained for this task")
         return length
-    long = re.search(r"mpe=(\d+)", row.text("other_flags").lower())
+    long = row.says(r"mpe=(\d+)", "other_flags")
     if long:
         return int(long[1])
     kilo = re.search(r"(?<!\d)(\d+)k\b", plain_name(row.text("model")))
@@ -363,7 +358,7 @@ def _experts(
         per_token = 2
         notes.append("experts per token not stated: 2")
     dense = 0
-    if re.search(r"alpa|parax|gshard|switch", f"{row.text('framework')} {row.text('model')}".lower()):
+    if row.says(r"alpa|parax|gshard|switch", "framework", "model"):
         dense = layers // 2
         notes.append("experts in every second layer, as in GShard")
     return Experts(count=count, per_token=min(per_token, count), feed_forward=inner, dense_layers=dense), inner

@@ -81,7 +81,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
 
 def read_mesh(row: FileRow, network: Network, shard: OptimizerSharding, notes: list[str]) -> TrainingSetup:
     """Degrees that multiply to the device count."""
-    if re.search(r"auto[-_ ]?sharding", row.text("framework").lower()):
+    if row.says(r"auto[-_ ]?sharding", "framework"):
         raise MissingFactError("the plan is not stated: the compiler chose it")
     devices = _devices(row, notes)
     stated = {name: row.whole(name) for name in ("tp", "pp", "cp", "dp")}
@@ -153,7 +153,7 @@ def _unstated_layout(
     row: FileRow, network: Network, shard: OptimizerSharding, devices: int, dp: int | None, notes: list[str]
 ) -> tuple[int, int]:
     """Tensor and pipeline degrees of a row that states none."""
-    product = re.search(r"model_parallel_size\(tp\*pp\)=(\d+)", row.text("other_flags").lower())
+    product = row.says(r"model_parallel_size\(tp\*pp\)=(\d+)", "other_flags")
     parts = int(product[1]) if product else devices // dp if dp and devices % dp == 0 else 0
     framework = f"{row.text('framework')} {row.text('zero_fsdp')} {row.text('notes')}".lower()
     alone = devices == 1 or isinstance(network, LayeredNetwork) or not network.causal
@@ -213,7 +213,7 @@ def _stated_micro(row: FileRow, mesh: TrainingSetup) -> int | None:
     micro = row.whole("micro_batch")
     if micro:
         return micro
-    local = re.search(r"(?:local_batch|lbs|\bbs)=(\d+)", row.text("other_flags").lower())
+    local = row.says(r"(?:local_batch|lbs|\bbs)=(\d+)", "other_flags")
     if local and mesh.pp == 1:
         return int(local[1])
     per_device = row.whole("per_accel_batch")
@@ -227,7 +227,7 @@ def _stated_micro(row: FileRow, mesh: TrainingSetup) -> int | None:
 
 def _benchmark_batch(row: FileRow, notes: list[str]) -> int:
     """Samples of a device where an NVIDIA example is run without saying how many; its rate depends little on it."""
-    if not re.search(r"deeplearningexamples", f"{row.text('source')} {row.text('framework')}".lower()):
+    if not row.says(r"deeplearningexamples", "source", "framework"):
         raise MissingFactError("global_batch not stated")
     samples = 32 if "bert" in row.text("model").lower() else 64
     notes.append(f"batch not stated: {samples} samples a device")

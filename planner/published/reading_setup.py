@@ -92,10 +92,8 @@ def precision(row: FileRow, notes: list[str]) -> str:
 
 def _full_precision(row: FileRow, notes: list[str]) -> str:
     """NVIDIA's containers multiply float32 matrices as TF32 where the device can."""
-    words = f"{row.text('framework')} {row.text('source')}".lower()
-    if re.search(r"h100|h200|a100|a800|h800|a6000|a10\b", row.text("accelerator").lower()) and re.search(
-        r"nvidia|deeplearningexamples|tensorflow|flagperf", words
-    ):
+    of_nvidia = row.says(r"nvidia|deeplearningexamples|tensorflow|flagperf", "framework", "source")
+    if of_nvidia and row.says(r"h100|h200|a100|a800|h800|a6000|a10\b", "accelerator"):
         notes.append("float32 matrices as TF32, the default of NVIDIA's containers")
         return "tf32"
     return "fp32"
@@ -120,7 +118,7 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
         return Stack.DEEPSPEED
     if re.search(r"megatron|zero bubble|flagscale|hai-llm", framework):
         return _megatron_by_date(row)
-    if re.search(r"jax|xla|alpa|parax|maxtext|t5x|pathways", f"{framework} {_xla(row)}"):
+    if re.search(r"jax|xla|alpa|parax|maxtext|t5x|pathways", framework) or row.says(r"with xla", "source_table"):
         return Stack.COMPILED
     for named in (Stack.TENSORFLOW, Stack.PADDLE, Stack.MXNET, Stack.ONEFLOW):
         if named.value in framework:
@@ -141,7 +139,7 @@ def _ascend_stack(row: FileRow, framework: str) -> Stack | None:
     if re.search(r"mindspeed|modellink|torch_npu", framework):
         return Stack.MINDSPEED
     if re.search(r"mindspore|mindformers", framework):
-        toolkit = re.search(r"mindcv|mindyolo|official/benchmark", row.text("source").lower())
+        toolkit = row.says(r"mindcv|mindyolo|official/benchmark", "source")
         return Stack.MINDSPORE_TOOLKIT if toolkit else Stack.MINDSPORE
     if is_ascend(row):
         return Stack.MINDSPEED if re.search(r"torch|megatron", framework) else Stack.MINDSPORE
@@ -149,14 +147,9 @@ def _ascend_stack(row: FileRow, framework: str) -> Stack | None:
 
 
 def _megatron_by_date(row: FileRow) -> Stack:
-    newer = re.search(r"main\(|moe_dev|\b[0-9a-f]{12}\b", row.text("framework").lower()) or year_month(row) >= "2024-06"
-    hopper = re.search(r"[hb][123]00|gb\d00", row.text("accelerator").lower())
+    newer = row.says(r"main\(|moe_dev|\b[0-9a-f]{12}\b", "framework") or year_month(row) >= "2024-06"
+    hopper = row.says(r"[hb][123]00|gb\d00", "accelerator")
     return Stack.TRANSFORMER_ENGINE if newer and hopper else Stack.MEGATRON
-
-
-def _xla(row: FileRow) -> str:
-    found = re.search(r"with xla", row.text("source_table").lower())
-    return "xla" if found else ""
 
 
 def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
@@ -167,7 +160,8 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     if of_source and not text:
         notes.append(f"attention kernel not stated: {of_source}, as the suite's page says")
         return AttentionKernel(of_source)
-    if _triton_by_default(text, framework, date):
+    if "llm-foundry" in framework and date < "2024-03" and (not text or "default" in text):
+        # ``attn_impl: triton``, the default of LLM Foundry until it went (pull request 1041 of March 2024).
         notes.append("attention kernel not stated: flash, in Triton")
         return AttentionKernel.FLASH
     if text:
@@ -175,13 +169,13 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     if is_ascend(row):
         recent = date >= "2024" and used in (Stack.MINDSPEED, Stack.MINDSPORE)
         # The fused kernel of CANN (FlashAttentionScore) is for Atlas A2 and later; MindFormers has no fused softmax.
-        first = re.search(r"910\s?a|ascend\s?910(?!\s?[bc*])", row.text("accelerator").lower()) is not None
+        first = row.says(r"910\s?a|ascend\s?910(?!\s?[bc*])", "accelerator")
         without = AttentionKernel.UNFUSED if recent else AttentionKernel.FUSED_SOFTMAX
         kernel = AttentionKernel.VENDOR if recent and not first else without
     elif used is Stack.TRANSFORMER_ENGINE and _without_flash(row):
         kernel = AttentionKernel.FUSED_SOFTMAX
     elif used is Stack.TRANSFORMER_ENGINE:
-        hopper = re.search(r"h[128]00|[bg]b?[23]00|h20", row.text("accelerator").lower())
+        hopper = row.says(r"h[128]00|[bg]b?[23]00|h20", "accelerator")
         kernel = AttentionKernel.VENDOR if hopper else AttentionKernel.FLASH2
     elif used in (Stack.MEGATRON, Stack.DEEPSPEED):
         # Megatron-DeepSpeed takes flash attention only when asked to.
@@ -191,23 +185,11 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
         re.search(r"fsdp|deepspeed|pytorch 2", framework) and date >= "2023"
     ):
         # FlashAttention-2 of PyTorch runs on Blackwell as on Ampere; scaled_dot_product_attention takes cuDNN there.
-        kernel = AttentionKernel.VENDOR if _on_blackwell(row) else AttentionKernel.FLASH2
+        kernel = AttentionKernel.VENDOR if row.says(r"[bg]b?[23]00", "accelerator") else AttentionKernel.FLASH2
     else:
         kernel = AttentionKernel.UNFUSED
     notes.append(f"attention kernel not stated: {kernel}")
     return kernel
-
-
-def _on_blackwell(row: FileRow) -> bool:
-    return re.search(r"[bg]b?[23]00", row.text("accelerator").lower()) is not None
-
-
-def _triton_by_default(text: str, framework: str, date: str) -> bool:
-    """Whether a run takes FlashAttention 1 as Triton has it.
-
-    That is ``attn_impl: triton``, the default of LLM Foundry until it went (pull request 1041 of March 2024).
-    """
-    return "llm-foundry" in framework and date < "2024-03" and (not text or "default" in text)
 
 
 def _without_flash(row: FileRow) -> bool:
@@ -225,20 +207,13 @@ def _stated_attention(text: str, row: FileRow, used: Stack, date: str) -> Attent
         newer = re.search(r"fa[34]|flash(?:_?-?attn|_?-?attention)?[ _-]?v?[34]", text)
         if is_ascend(row) or newer or "cudnn" in text or "vendor" in text:
             return AttentionKernel.VENDOR
-        first = re.search(r"v1|flash(?:_?attention)?[ _-]?1", text) and "2" not in text
-        return (
-            AttentionKernel.FLASH
-            if first or (date and date < "2023-08" and "2" not in text)
-            else AttentionKernel.FLASH2
-        )
+        first = re.search(r"v1|flash(?:_?attention)?[ _-]?1", text) or "" < date < "2023-08"
+        return AttentionKernel.FLASH if first and "2" not in text else AttentionKernel.FLASH2
     if re.search(r"unfused.*fused scale|scale-mask", text):
         return AttentionKernel.FUSED_SOFTMAX
     if re.search(r"unfused|torch|eager|math", text):
-        return (
-            AttentionKernel.FUSED_SOFTMAX
-            if "megatron" in row.text("framework").lower() and "torch" not in text
-            else (AttentionKernel.UNFUSED)
-        )
+        fused = row.says("megatron", "framework") and "torch" not in text
+        return AttentionKernel.FUSED_SOFTMAX if fused else AttentionKernel.UNFUSED
     if "fused" in text:
         return AttentionKernel.VENDOR if used is Stack.TRANSFORMER_ENGINE else AttentionKernel.FUSED_SOFTMAX
     return AttentionKernel.FLASH2
@@ -291,8 +266,8 @@ def _default_sharding(framework: str, used: Stack) -> OptimizerSharding:
 
 def shard_group(row: FileRow, dp: int, cp: int) -> int:
     """Ranks that share sharded state, 0 for all of the data axis."""
-    found = re.search(r"shard(?: group)?=(\d+)", row.text("zero_fsdp").lower())
-    if re.search(r"dp\*cp", row.text("zero_fsdp").lower()):
+    found = row.says(r"shard(?: group)?=(\d+)", "zero_fsdp")
+    if row.says(r"dp\*cp", "zero_fsdp"):
         return dp * cp
     group = int(found[1]) if found else 0
     if "multi_dist_optimizer_instances" in row.text("model"):
@@ -336,9 +311,7 @@ def recompute(row: FileRow, network: Network, pp: int, notes: list[str]) -> tupl
 
 def _default_recompute(row: FileRow, network: Network, notes: list[str]) -> Recompute:
     framework, date = row.text("framework").lower(), year_month(row)
-    old_megatron = (
-        re.search(r"megatron", framework) and date and date < "2022" and isinstance(network, TransformerShape)
-    )
+    old_megatron = "megatron" in framework and "" < date < "2022" and isinstance(network, TransformerShape)
     checkpointed = old_megatron or torchtune_recipe(row) or cumulative(row, "activation checkpointing")
     value = Recompute.FULL if checkpointed else Recompute.NONE
     if isinstance(network, TransformerShape):
@@ -351,9 +324,9 @@ def sequence_parallel(row: FileRow, used: Stack, tp: int, notes: list[str]) -> b
     stated = (row.text("sequence_parallel") or row.text("sp")).lower()
     if tp == 1:
         return False
-    if "deepspeed" in row.text("framework").lower() and "zero-3" in row.text("framework").lower():
+    if row.says("deepspeed", "framework") and row.says("zero-3", "framework"):
         return True  # its partitioned activations: what is kept is cut over tp
-    if re.search(r"tp_?2d", row.text("model").lower()):
+    if row.says(r"tp_?2d", "model"):
         return True  # two-dimensional tensor parallelism cuts the residual stream over both dimensions (MindSpeed)
     if stated:
         return stated in ("true", "yes", "1", "on")
@@ -380,8 +353,8 @@ def gathers_apart(row: FileRow) -> bool:
     So did DeepSpeed's ZeRO-3 of 2021: an all-gather for each parameter, the device synchronised before the next (its
     issue 1069, pull request 1188).
     """
-    words = f"{row.text('framework')} {row.text('zero_fsdp')} {row.text('source_table')}".lower()
-    return bool(re.search(r"zero[- ]?(?:stage[- ]?)?3", words)) and "" < year_month(row) < "2022"
+    third = row.says(r"zero[- ]?(?:stage[- ]?)?3", "framework", "zero_fsdp", "source_table")
+    return third is not None and "" < year_month(row) < "2022"
 
 
 def is_recipe(row: FileRow) -> bool:
@@ -433,7 +406,7 @@ def functional_test(row: FileRow) -> bool:
     """
     return bool(
         re.search(r"deterministic[- ](mode|settings)|allow_nondeterministic_algo=0", all_words(row))
-        or re.search(r"\bci baselines?\b", row.text("source").lower())
+        or row.says(r"\bci baselines?\b", "source")
     )
 
 
@@ -460,7 +433,7 @@ def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
         return 0  # each gradient is used up at once
     if re.search(r"mp mode=pure|torchtune", words) and kind in ("fp16", "bf16"):
         return 2
-    if re.search(r"deepspeed|aa-scaling", row.text("framework").lower()) and kind in ("fp16", "bf16"):
+    if row.says(r"deepspeed|aa-scaling", "framework") and kind in ("fp16", "bf16"):
         return 2
     return usual_gradient_bytes(used, kind)
 

@@ -120,7 +120,7 @@ def suite_batch(row: FileRow, memory_bytes: float) -> int | None:
     found = stated(row, "batch")
     if not isinstance(found, dict):
         return found  # type: ignore[no-any-return]
-    half = re.search(r"16|amp", row.text("precision").lower())
+    half = row.says(r"16|amp", "precision")
     by_memory = found["half" if half else "single"]
     return int(by_memory[min(by_memory, key=lambda size: abs(size * 1e9 - memory_bytes))])
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from planner.cli.app import app
-from planner.cli.config import PlanSettings, merged, read_config
+from planner.cli.config import PlanSettings, with_config
 from planner.cli.options import read_device_counts
 from planner.plans.pins import Pins, read_pins
 from simulator.errors import InputError
@@ -100,7 +100,7 @@ def test_the_command_line_wins_over_the_config(tmp_path: Path) -> None:
     path.write_text(
         "network: zoo:mlp\nhw: dgx-a100\ndevices: 16\nglobal-batch: 64\npin: {tp: 2, dp: 8, sequence_parallel: false}\n"
     )
-    settings = merged(PlanSettings(devices=8, pins=Pins(tp=4)), read_config(path))
+    settings = with_config(PlanSettings(devices=8, pins=Pins(tp=4)), path).settings
     assert (settings.network, settings.hardware, settings.devices, settings.global_batch) == (
         "zoo:mlp",
         "dgx-a100",
@@ -114,7 +114,7 @@ def test_the_command_line_wins_over_the_config(tmp_path: Path) -> None:
 def test_pins_in_a_file_are_a_mapping_of_values_or_texts(text: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(f"pin: {text}")
-    assert read_config(path).pins == Pins(stage_layers=(3, 5), tp=2)
+    assert with_config(PlanSettings(), path).settings.pins == Pins(stage_layers=(3, 5), tp=2)
 
 
 @pytest.mark.parametrize(
@@ -138,15 +138,15 @@ def test_wrong_configs(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     with pytest.raises(InputError, match=words) as caught:
-        read_config(path)
+        with_config(PlanSettings(), path)
     assert str(path) in str(caught.value)
 
 
 def test_a_config_that_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
-        read_config(tmp_path / "none.yaml")
+        with_config(PlanSettings(), tmp_path / "none.yaml")
     with pytest.raises(InputError, match="is a folder, not a regular file"):
-        read_config(tmp_path)
+        with_config(PlanSettings(), tmp_path)
 
 
 @pytest.mark.parametrize(

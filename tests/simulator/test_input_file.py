@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cli.config import read_config
+from planner.cli.config import PlanSettings, with_config
 from planner.execution.checkpoints.checkpoint import RECORD, read_record
 from planner.execution.data.formats import read_idx, read_tokens
 from planner.networks import load_network
@@ -40,7 +40,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "matrix": lambda path: load_profile(f"dgx-a100@{path}"),
     "cluster": lambda path: load_cluster(str(path)),
     "rank table": lambda path: read_rank_table(str(path)),
-    "config": read_config,
+    "config": lambda path: with_config(PlanSettings(), path),
     "hints": load_hints,
     "network": lambda path: load_network(f"hf:{path}"),
     "strategy": read_strategy,

@@ -31,13 +31,11 @@ from simulator.checks import Check, boolean, choice, integer, unknown
 from simulator.errors import ContextError, UnsupportedError
 
 OTHER_CONFIG = (
-    "optimizer_shard",
-    "seq_split_num",
-    "use_seq_parallel",
-    "vocab_emb_dp",
-    "context_parallel_algo",
+    *("optimizer_shard", "seq_split_num", "use_seq_parallel", "vocab_emb_dp", "context_parallel_algo"),
     "gradient_aggregation_group",
 )
+_READ_ALONE = ("use_parallel", "recompute_config", "swap_config")
+"""Sections that count without parallelism as well."""
 ALGORITHMS: Mapping[str, str] = {"colossalai_cp": "ring", "ulysses_cp": "all_to_all"}
 
 
@@ -127,35 +125,27 @@ def translate(document: Mapping[Any, Any]) -> Translated:
     not_read = [name for name in document if name in SECTIONS and name not in read]
     notes = [f"not read, for they say nothing of the plan: {', '.join(not_read)}"] if not_read else []
     if not parallel:
-        said = [
-            name
-            for name in MARKS
-            if name in document and name not in ("use_parallel", "recompute_config", "swap_config")
-        ]
+        said = [name for name in MARKS if name in document and name not in _READ_ALONE]
         notes += [f"use_parallel is False: {', '.join(said)} are not read"] if said else []
         context = AutoParallelContext(parallel_mode="stand_alone")
         pins = _recompute(document, {}, notes)
         layers = layer_settings({}, _section(document, "recompute_config"), {}, _section(document, "swap_config"))
         return Translated(options=options, context=context, pins=pins, layers=layers, notes=tuple(notes))
     config, recompute = _section(document, "parallel_config"), _section(document, "recompute_config")
-    section, more = _one_spelling(_section(document, "parallel"), config)
-    notes += more
+    section = _one_spelling(_section(document, "parallel"), config, notes)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         context = _context(section)
     notes += [str(warning.message) for warning in found]
     configured = context.get("parallel_mode") == "semi_auto_parallel"
-    pins, more = _degrees(config, configured)
-    notes += more
-    pins = _joined(pins, pins_of(context))
+    pins = _joined(_degrees(config, configured, notes), pins_of(context))
     interleave: Check = integer(1)
     number = model.get("pp_interleave_num")
     chunks = interleave("model.model_config.pp_interleave_num", 1 if number is None else number)
     if chunks > 1 and pins.get("pp") != "1":
         pins["vpp"] = str(chunks)
-    scheduled, more = _scheduled(section.get("pipeline_config"), config, pins)
-    notes += more
-    pins = _recompute(document, {**pins, **scheduled}, notes)
+    pins |= _scheduled(section.get("pipeline_config"), config, pins, notes)
+    pins = _recompute(document, pins, notes)
     if configured:
         pins = _with_effect(pins, notes)
     layers = layer_settings(config, recompute, model, _section(document, "swap_config"))
@@ -174,9 +164,8 @@ def translate(document: Mapping[Any, Any]) -> Translated:
     )
 
 
-def _one_spelling(parallel: dict[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _one_spelling(parallel: dict[str, Any], config: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """The section ``parallel`` with older and newer keys as those that they mean, without what has no effect."""
-    notes: list[str] = []
     if config.get("optimizer_shard") is not None:
         shard = boolean("parallel_config.optimizer_shard", config["optimizer_shard"])
         if parallel.setdefault("enable_parallel_optimizer", shard) != shard:
@@ -203,13 +192,12 @@ def _one_spelling(parallel: dict[str, Any], config: Mapping[str, Any]) -> tuple[
             notes.append(
                 f"parallel.dataset_strategy cuts each of {len(rows)} columns along the batch, as the plan does"
             )
-    return parallel, notes
+    return parallel
 
 
-def _scheduled(section: Any, config: Mapping[str, Any], pins: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Pins of the pipeline's schedule, and what of it no plan follows."""
+def _scheduled(section: Any, config: Mapping[str, Any], pins: Mapping[str, str], notes: list[str]) -> dict[str, str]:
+    """Pins of the pipeline's schedule; what of it no plan follows is added to `notes`."""
     found: dict[str, str] = {}
-    notes: list[str] = []
     split = integer(1)("parallel_config.seq_split_num", config.get("seq_split_num", 1))
     if section is not None:
         key = "parallel.pipeline_config"
@@ -227,7 +215,7 @@ def _scheduled(section: Any, config: Mapping[str, Any], pins: Mapping[str, str])
             notes += [f"{key}.pipeline_scheduler={name} is planned as {schedule}"] if name in SPLITTING else []
     if split > 1:
         notes.append(f"parallel_config.seq_split_num={split} is not followed: stages pass on whole sequences")
-    return found, notes
+    return found
 
 
 def _with_effect(pins: dict[str, str], notes: list[str]) -> dict[str, str]:
@@ -317,10 +305,9 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _degrees(config: Mapping[str, Any], configured: bool) -> tuple[dict[str, str], list[str]]:
+def _degrees(config: Mapping[str, Any], configured: bool, notes: list[str]) -> dict[str, str]:
     """Pins of ``parallel_config``; where every degree is configured, one that is not said is 1."""
     pins: dict[str, str] = dict.fromkeys(("dp", "tp", "pp", "vpp", "cp", "ep"), "1") if configured else {}
-    notes: list[str] = []
     for name, value in config.items():
         key = f"parallel_config.{name}"
         if name in DEGREES:
@@ -345,7 +332,7 @@ def _degrees(config: Mapping[str, Any], configured: bool) -> tuple[dict[str, str
     if "micro_batches" in pins and config.get("pipeline_stage", 1) == 1:
         count = pins.pop("micro_batches")
         notes.append(f"parallel_config.micro_batch_num={count} is not read: pipeline_stage is 1")
-    return pins, notes
+    return pins
 
 
 def _recompute(document: Mapping[Any, Any], pins: dict[str, str], notes: list[str]) -> dict[str, str]:

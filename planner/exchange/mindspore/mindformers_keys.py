@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MARKS = (
-    "use_parallel",
-    "parallel",
-    "parallel_config",
-    "recompute_config",
-    "micro_batch_interleave_num",
+    *("use_parallel", "parallel", "parallel_config", "recompute_config", "micro_batch_interleave_num"),
     "swap_config",
 )
 """Sections that say how a network is to be parallel."""
@@ -37,12 +33,7 @@ SCHEDULERS: Mapping[str, str] = {"1f1b": "1f1b", "gpipe": "gpipe", "zero_bubble_
 """Values of ``parallel.pipeline_config.pipeline_scheduler`` with their schedules."""
 SPLITTING = ("seqpipe", "seqvpp", "seqsmartvpp")
 """Schedules that also split sequences, which no plan does."""
-MODES: Mapping[int, str] = {
-    0: "data_parallel",
-    1: "semi_auto_parallel",
-    2: "auto_parallel",
-    3: "hybrid_parallel",
-}
+MODES: Mapping[int, str] = dict(enumerate(("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")))
 DEGREES: Mapping[str, str] = {
     "data_parallel": "dp",
     "model_parallel": "tp",
@@ -52,10 +43,7 @@ DEGREES: Mapping[str, str] = {
     "micro_batch_num": "micro_batches",
 }
 """Keys of ``parallel_config`` that are numbers, with the pins they stand for."""
-LATER_CONFIG: Mapping[str, Any] = {
-    "ulysses_degree_in_cp": 1,
-    "mem_coeff": 0.1,
-}
+LATER_CONFIG: Mapping[str, Any] = {"ulysses_degree_in_cp": 1, "mem_coeff": 0.1}
 """Keys of ``parallel_config`` that nothing follows yet, with their defaults."""
 RECOMPUTE_KEYS = (
     *("recompute", "select_recompute", "select_recompute_exclude", "select_comm_recompute"),

@@ -11,101 +11,52 @@ from planner.networks.decoder.llama import HuggingFaceLlama, ZooLlama
 from planner.networks.decoder.mixtral import HuggingFaceMixtral, ZooMixtral
 from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig, MixtralConfig
 
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "pad_token_id": None, "rope_theta": None,
+    "rope_parameters": None,
+}  # fmt: skip
 READ: dict[str, dict[str, Any]] = {
     "gpt2": {
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_head": 12,
-        "n_inner": None,
-        "n_layer": 12,
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
+        "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_head": 12, "n_inner": None, "n_layer": 12,
+        "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
     },
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "pad_token_id": None,
-        "rope_theta": None,
-        "rope_parameters": None,
+    "llama": _LLAMA,
+    "mixtral": _LLAMA | {
+        "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
+        "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2,
     },
-    "mixtral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "max_position_embeddings": 4096 * 32,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "pad_token_id": None,
-        "rope_theta": None,
-        "rope_parameters": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-}
+}  # fmt: skip
 """Keys of a config that its graph depends on, with their values when left out."""
 _FIXED: dict[str, dict[str, Any]] = {
     "gpt2": {
-        "activation_function": "gelu_new",
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        "activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False, "add_cross_attention": False,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     },
     "llama": {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "pretraining_tp": 1,
-        "rope_scaling": None,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+        "pretraining_tp": 1, "rope_scaling": None,
     },
     "mixtral": {
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "router_jitter_noise": 0.0,
-        "output_router_logits": False,
+        "hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0, "output_router_logits": False,
     },
-}
+}  # fmt: skip
 """Keys with the only value whose graph is known."""
-_TOKENS: dict[str, tuple[type, ...]] = {"bos_token_id": (int, type(None)), "eos_token_id": (int, type(None))}
+_NONE = type(None)
+_TOKENS: dict[str, tuple[type, ...]] = {
+    "bos_token_id": (int, _NONE), "eos_token_id": (int, list, _NONE), "initializer_range": (float,),
+}  # fmt: skip
 _FREE: dict[str, dict[str, tuple[type, ...]]] = {
-    "gpt2": {
-        **_TOKENS,
-        "pad_token_id": (int, type(None)),
-        "n_ctx": (int,),
-        "summary_activation": (str, type(None)),
-        "summary_first_dropout": (float,),
-        "summary_proj_to_labels": (bool,),
-        "summary_type": (str,),
-        "summary_use_proj": (bool,),
-        "task_specific_params": (dict, type(None)),
-        "initializer_range": (float,),
+    "gpt2": _TOKENS | {
+        "eos_token_id": (int, _NONE), "pad_token_id": (int, _NONE), "n_ctx": (int,), "summary_type": (str,),
+        "summary_activation": (str, _NONE), "summary_first_dropout": (float,), "summary_proj_to_labels": (bool,),
+        "summary_use_proj": (bool,), "task_specific_params": (dict, _NONE),
     },
-    "llama": {**_TOKENS, "eos_token_id": (int, list, type(None)), "initializer_range": (float,)},
-    "mixtral": {
-        **_TOKENS,
-        "eos_token_id": (int, list, type(None)),
-        "initializer_range": (float,),
-        "router_aux_loss_coef": (float,),
-        "sliding_window": (int, type(None)),
-    },
-}
+    "llama": _TOKENS,
+    "mixtral": _TOKENS | {"router_aux_loss_coef": (float,), "sliding_window": (int, _NONE)},
+}  # fmt: skip
 """Keys that no graph depends on, with the types that transformers takes."""
 _ROPE_BASE = {"llama": 10000.0, "mixtral": 1000000.0}
 _ROPE_LIMIT = 1e300

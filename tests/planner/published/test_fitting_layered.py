@@ -16,7 +16,6 @@ from planner.published.fitting_layered import (
     STACK_OWN_PRIORS,
     Steps,
     fit_layered,
-    predicted_logarithms,
     priors,
 )
 from planner.published.layered import lookup
@@ -78,7 +77,7 @@ def test_a_fit_finds_the_times_in_spite_of_a_wrong_row() -> None:
 def test_sources_left_out_are_predicted_by_the_others() -> None:
     known = fit_layered([row for row in made_rows() if row.source == "one"]).coefficients
     others = [row for row in made_rows() if row.source == "two"]
-    predicted = predicted_logarithms([row.run for row in others if row.run], known)
+    predicted = Steps([row.run for row in others if row.run]).predicted(known)
     errors = np.expm1(predicted - np.log([row.measured_time_s for row in others]))
     assert np.abs(errors).mean() < 0.1
 
