@@ -14,22 +14,12 @@ CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 _MAXIMUM_RANK = 1 << 16
 _MAXIMUM_ALPHA = 1e9
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    "bias": ("none",),
-    "use_dora": (),
-    "use_qalora": (),
-    "lora_bias": (),
-    "layers_to_transform": (),
-    "layers_pattern": (),
-    "layer_replication": (),
-    "rank_pattern": (),
-    "alpha_pattern": (),
-    "exclude_modules": (),
-    "target_parameters": (),
-    "trainable_token_indices": (),
-    "megatron_config": (),
-}
-"""Keys that change what is computed, with the values besides null, false and empty that leave it as it is."""
+_CHANGING = (
+    *("bias", "use_dora", "use_qalora", "lora_bias", "layers_to_transform", "layers_pattern", "layer_replication"),
+    *("rank_pattern", "alpha_pattern", "exclude_modules", "target_parameters", "trainable_token_indices"),
+    "megatron_config",
+)
+"""Keys that change what is computed, where they are not null, false, empty or ``none`` (of ``bias``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +65,9 @@ def read_adapters(path: Path, config: Mapping[str, Any]) -> tuple[Adapters, tupl
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind.upper() != "LORA":
         raise UnsupportedError(f"{path}: key 'peft_type' is {kind!r}; adapters are supported as 'LORA' alone")
-    for key, allowed in _PLAIN.items():
+    for key in _CHANGING:
         value = config.get(key)
-        if value and value not in allowed:
+        if value and (key, value) != ("bias", "none"):
             raise UnsupportedError(f"{path}: key {key!r} is {value!r}, which is not supported; leave it out")
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAXIMUM_RANK:

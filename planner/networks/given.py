@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from planner.graph import cache
+from planner.networks.marks import is_module
 from simulator.errors import ContextError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def source_of(network: Any, inputs: Any = None, loss: Any = None) -> str | Netwo
     """
     if inputs is None and loss is None and (config := _transformers_config(network)) is not None:
         return _stored_config(config)
-    if callable(getattr(network, "named_modules", None)) and not isinstance(network, type):
+    if is_module(network):
         return _of_module(network, inputs, loss)
     if inputs is not None or loss is not None:
         raise ContextError(

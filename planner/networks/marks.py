@@ -7,7 +7,7 @@ pass stay as they are, and a copy of the module keeps it. `marks_of` gathers the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -143,7 +143,8 @@ def mark_cuts(module: Marked, cuts: OperatorCuts) -> Marked:
 
 
 def _mark(module: Marked, function: str, *, parameters: bool = False, **values: Any) -> Marked:
-    if not _is_module(module) and not (parameters and _is_parameter(module)):
+    a_parameter = hasattr(module, "requires_grad") and hasattr(module, "is_leaf") and not isinstance(module, type)
+    if not is_module(module) and not (parameters and a_parameter):
         wanted = "a torch.nn.Module or Parameter" if parameters else "a torch.nn.Module"
         raise ContextError(
             f"{function}({module!r:.60}, …): {type(module).__name__} is not {wanted}; mark a module of the network"
@@ -152,12 +153,9 @@ def _mark(module: Marked, function: str, *, parameters: bool = False, **values: 
     return module
 
 
-def _is_module(value: Any) -> bool:
+def is_module(value: Any) -> bool:
+    """Whether a value is a module, as torch need not be imported to know."""
     return callable(getattr(value, "named_modules", None)) and not isinstance(value, type)
-
-
-def _is_parameter(value: Any) -> bool:
-    return hasattr(value, "requires_grad") and hasattr(value, "is_leaf") and not isinstance(value, type)
 
 
 def _own(module: Any) -> ModuleMarks:
@@ -173,8 +171,9 @@ def marks_of(network: Any) -> Marks:
     found: dict[str, Any] = {"stages": {}, "recompute": {}, "messages": {}, "offload": {}, "fusion": {}, "cuts": {}}
     names = {"stage": "stages"}
     modules = []
-    for path, marks in _marked(network):
+    for path, module in network.named_modules(remove_duplicate=False):
         modules.append(path)
+        marks = _own(module)
         for one in fields(marks):
             value = getattr(marks, one.name)
             if value is not None:
@@ -185,11 +184,6 @@ def marks_of(network: Any) -> Marks:
         if given is not None:
             found["fusion"][name] = integer(0, LARGEST_GROUP)(f"comm_fusion of parameter {name!r}", given)
     return Marks(**found, modules=tuple(modules))
-
-
-def _marked(network: Any) -> Iterator[tuple[str, ModuleMarks]]:
-    for path, module in network.named_modules(remove_duplicate=False):
-        yield path, _own(module)
 
 
 LAYERWISE = "layerwise_parallel"

@@ -189,10 +189,8 @@ def _made(model_class: type[Any], config: PreTrainedConfig, length: int) -> Iter
     if reads_tokens and "input_ids" in names:
         yield "input_ids", InputSpec(name="tokens", kind="tokens", shape=(length,), dtype="int64", high=vocabulary)
     if encoder_decoder:
-        yield (
-            "decoder_input_ids",
-            InputSpec(name="decoder_tokens", kind="tokens", shape=(length,), dtype="int64", high=vocabulary),
-        )
+        tokens = InputSpec(name="decoder_tokens", kind="tokens", shape=(length,), dtype="int64", high=vocabulary)
+        yield "decoder_input_ids", tokens
     if "bbox" in names:
         yield "bbox", InputSpec(name="boxes", kind="categories", shape=(length, 4), dtype="int64", high=_CLASSES)
     vision = getattr(config, "vision_config", None) or config
@@ -243,7 +241,7 @@ def _series(names: tuple[str, ...], config: Any) -> Iterator[tuple[str, InputSpe
     series = () if channels == 1 and lags else (channels,)
     yield "past_values", InputSpec(name="past", kind="features", shape=(length + lags, *series))
     if "past_time_features" in names:
-        count = number(config, "num_time_features", default=0) + 0
+        count = number(config, "num_time_features", default=0)
         yield "past_time_features", InputSpec(name="times", kind="features", shape=(length + lags, count))
         yield "past_observed_mask", InputSpec(name="seen", kind="features", shape=(length + lags, *series))
     ahead = number(config, "prediction_length", default=24)
@@ -264,7 +262,7 @@ def _wanted(
             yield name, InputSpec(name=name, kind="label", shape=(), dtype="int64", high=length)
     if "labels" not in names:
         return
-    image = next((number(c, "image_size", default=224) for c in (config,)), 224)
+    image = number(config, "image_size", default=224)
     if _predicts_tokens(kind):
         masked = "MaskedLM" in kind or "PreTraining" in kind
         name, what = ("original_tokens", "tokens") if masked else ("next_tokens", "next_tokens")

@@ -33,13 +33,8 @@ from simulator.whole_file import write_whole
 
 OWN = "meshwright"
 KEYS = (
-    "current_stage",
-    "parallel_strategy_item",
-    "parallel_out_strategy_item",
-    "parallel_layout_item",
-    "parallel_layout_value_item",
-    "parallel_out_layout_value_item",
-    "parallel_newshape_layout_value_item",
+    *("current_stage", "parallel_strategy_item", "parallel_out_strategy_item", "parallel_layout_item"),
+    *("parallel_layout_value_item", "parallel_out_layout_value_item", "parallel_newshape_layout_value_item"),
     "parallel_out_newshape_layout_value_item",
 )
 LAYERS = ("MatMul", "BiasAdd", "Gather", "LayerNorm")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from planner.exchange.mindspore.context import AutoParallelContext
 from planner.exchange.mindspore.requests import request_of
 from planner.networks.given import source_of
-from planner.networks.marks import LARGEST_STAGE, Marks, mark_cuts
+from planner.networks.marks import LARGEST_STAGE, Marks, is_module, mark_cuts
 from planner.sharding.cuts import OperatorCuts
 from simulator.checks import integer, strategy
 from simulator.errors import ContextError, InfeasibleError, InputError
@@ -296,7 +296,7 @@ def shard(
         inputs=strategy("in_strategy", in_strategy),
         outputs=() if out_strategy is None else strategy("out_strategy", out_strategy),
     )
-    if callable(getattr(module_or_call, "named_modules", None)) and not isinstance(module_or_call, type):
+    if is_module(module_or_call):
         return mark_cuts(module_or_call, cuts)
     if not callable(module_or_call) or isinstance(module_or_call, type):
         raise ContextError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from planner.networks.inputs import InputSpec
 from planner.networks.network import Family
@@ -55,42 +57,23 @@ def language_inputs(vocabulary: int, sequence_length: int, *, masked: bool) -> t
     )
 
 
+_MODULES: Mapping[type, tuple[str, str]] = {
+    GPTConfig: ("gpt", "GPT"),
+    LlamaConfig: ("llama", "Llama"),
+    MixtralConfig: ("mixtral", "Mixtral"),
+    BertConfig: ("bert", "Bert"),
+}
+
+
 def make_language_module(config: Config, layers: int | None) -> nn.Module:
     """Make the module of a language network, of `layers` blocks if given."""
-    config = config if layers is None else replace(config, layers=layers)
-    if isinstance(config, GPTConfig):
-        from planner.networks.zoo.gpt import GPT
-
-        return GPT(config)
-    if isinstance(config, MixtralConfig):
-        from planner.networks.zoo.mixtral import Mixtral
-
-        return Mixtral(config)
-    if isinstance(config, LlamaConfig):
-        from planner.networks.zoo.llama import Llama
-
-        return Llama(config)
-    from planner.networks.zoo.bert import Bert
-
-    return Bert(config)
+    return _make(*_MODULES[type(config)], config if layers is None else replace(config, layers=layers))
 
 
-def _make_perceptron() -> nn.Module:
-    from planner.networks.zoo.mlp import MultilayerPerceptron
-
-    return MultilayerPerceptron(PERCEPTRON_WIDTHS)
-
-
-def _make_wide_deep() -> nn.Module:
-    from planner.networks.zoo.wide_deep import WideAndDeep
-
-    return WideAndDeep(WIDE_DEEP)
-
-
-def _make_resnet50() -> nn.Module:
-    from planner.networks.zoo.resnet import ResNet
-
-    return ResNet((3, 4, 6, 3), classes=1000)
+def _make(module: str, name: str, *sizes: Any, **options: Any) -> nn.Module:
+    """Make a class of a module of this folder, which is imported now."""
+    made: nn.Module = getattr(import_module(f"planner.networks.zoo.{module}"), name)(*sizes, **options)
+    return made
 
 
 EXPERTS_NOTE = f"experts take at most {CAPACITY} times their even share of a sequence's tokens; the rest skip them"
@@ -122,7 +105,7 @@ _ENTRIES = (
             InputSpec(name="features", kind="features", shape=(784,)),
             InputSpec(name="target", kind="target", shape=(1,)),
         ),
-        make=_make_perceptron,
+        make=partial(_make, "mlp", "MultilayerPerceptron", PERCEPTRON_WIDTHS),
     ),
     ZooEntry(
         name="resnet50",
@@ -135,7 +118,7 @@ _ENTRIES = (
             InputSpec(name="image", kind="image", shape=(3, 224, 224)),
             InputSpec(name="label", kind="label", shape=(), dtype="int64", high=1000),
         ),
-        make=_make_resnet50,
+        make=partial(_make, "resnet", "ResNet", (3, 4, 6, 3), classes=1000),
         notes=("batch norm keeps no running statistics: training uses those of the batch",),
     ),
     ZooEntry(
@@ -152,7 +135,7 @@ _ENTRIES = (
             ),
             InputSpec(name="label", kind="label", shape=(), dtype="int64", high=2),
         ),
-        make=_make_wide_deep,
+        make=partial(_make, "wide_deep", "WideAndDeep", WIDE_DEEP),
         notes=("gradients of embedding tables are dense: rows that no sample names are updated too",),
     ),
     _language(
@@ -177,13 +160,7 @@ _ENTRIES = (
         "llama2-7b",
         "Llama 2 7B: 32 layers of 4096",
         LlamaConfig(
-            vocabulary=32000,
-            hidden=4096,
-            layers=32,
-            heads=32,
-            key_value_heads=32,
-            intermediate=11008,
-            positions=4096,
+            vocabulary=32000, hidden=4096, layers=32, heads=32, key_value_heads=32, intermediate=11008, positions=4096
         ),
         batch=1024,
     ),
