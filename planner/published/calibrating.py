@@ -212,17 +212,8 @@ def intervals(
     return found
 
 
-def rows_by_device(calibration: Calibration) -> Mapping[str, FloatArray]:
-    """Residuals of the rows of each device family."""
-    return _grouped(calibration, lambda run: run.family)
-
-
-def rows_by_stack(calibration: Calibration) -> Mapping[str, FloatArray]:
-    """Residuals of the rows of each stack."""
-    return _grouped(calibration, lambda run: run.stack_key)
-
-
-def _grouped(calibration: Calibration, name: Callable[[TrainingRun], str]) -> Mapping[str, FloatArray]:
+def _residuals_by(calibration: Calibration, name: Callable[[TrainingRun], str]) -> Mapping[str, FloatArray]:
+    """Residuals of the rows whose runs have a name in common."""
     groups: dict[str, list[float]] = {}
     for row, residual in zip(calibration.rows, calibration.residuals.tolist(), strict=True):
         groups.setdefault(name(_run(row)), []).append(residual)
@@ -272,7 +263,7 @@ def write_calibration(calibration: Calibration, folder: Path) -> list[Path]:
     (folder / SOFTWARE_FOLDER).mkdir(exist_ok=True)
     software = folder / SOFTWARE_FOLDER / SHIPPED
     write_software(software_content(calibration), software)
-    by_device = rows_by_device(calibration)
+    by_device = _residuals_by(calibration, lambda run: run.family)
     written = [software]
     for path in sorted(folder.glob(f"*{PROFILE_SUFFIX}")):
         family = family_of(check_profile(str(path)).device_name)
@@ -289,7 +280,7 @@ def write_calibration(calibration: Calibration, folder: Path) -> list[Path]:
 def software_content(calibration: Calibration) -> dict[str, object]:
     """The software file as plain data."""
     found = calibration.software
-    by_stack, every = rows_by_stack(calibration), calibration.residuals
+    by_stack, every = _residuals_by(calibration, lambda run: run.stack_key), calibration.residuals
 
     def sourced(values: Mapping[str, float], source: str) -> dict[str, object]:
         return {name: {"value": _rounded(value), "source": source} for name, value in values.items()}

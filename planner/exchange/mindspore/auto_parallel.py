@@ -26,19 +26,16 @@ MODES: Mapping[str, tuple[str, str | None]] = {
     "dynamic_programming": ("auto_parallel", "dynamic_programming"),
 }
 """Parallel mode and search mode of each mode of `AutoParallel`."""
-SCHEDULERS: Mapping[str, str] = {
-    "gpipe": "gpipe",
-    "1f1b": "1f1b",
-    "interleaved_1f1b": "interleaved_1f1b",
-    "zb_h1": "zb_h1",
-    "zb_h2": "zb_h2",
-    "zero_bubble_v": "zbv",
-    "zbv": "zbv",
-    "dualpipe_v": "dualpipe_v",
-}
+_OWN = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zero_bubble_v", "zbv", "dualpipe_v")
+SCHEDULERS: Mapping[str, str] = dict(zip(_OWN, _OWN, strict=True)) | {"zero_bubble_v": "zbv"}
 """Schedulers by the names that they have in MindSpore or here, and the schedule of the plan."""
 OTHER_SCHEDULERS = ("seqpipe", "seqvpp", "seqsmartvpp")
 LEVELS = ("level1", "level2", "level3")
+
+
+def _key(name: str) -> Any:
+    """A property that is a key of the context."""
+    return property(lambda self: self.context.get(name), lambda self, value: self.context.set(**{name: value}))
 
 
 class AutoParallel:
@@ -95,32 +92,12 @@ class AutoParallel:
 
     # Data and gradients
 
-    @property
-    def dataset_strategy(self) -> Any:
-        """How the batch is cut: ``data_parallel``, ``full_batch``, or one tuple of parts for each input."""
-        return self.context.get("dataset_strategy")
-
-    @dataset_strategy.setter
-    def dataset_strategy(self, value: Any) -> None:
-        self.context.set(dataset_strategy=value)
-
-    @property
-    def full_batch(self) -> bool:
-        """Whether every rank loads the whole batch."""
-        return bool(self.context.get("full_batch"))
-
-    @full_batch.setter
-    def full_batch(self, value: bool) -> None:
-        self.context.set(full_batch=value)
-
-    @property
-    def gradients_mean(self) -> bool:
-        """Whether summed gradients are divided by the number of ranks."""
-        return bool(self.context.get("gradients_mean"))
-
-    @gradients_mean.setter
-    def gradients_mean(self, value: bool) -> None:
-        self.context.set(gradients_mean=value)
+    dataset_strategy = _key("dataset_strategy")
+    """How the batch is cut: ``data_parallel``, ``full_batch``, or one tuple of parts for each input."""
+    full_batch = _key("full_batch")
+    """Whether every rank loads the whole batch."""
+    gradients_mean = _key("gradients_mean")
+    """Whether summed gradients are divided by the number of ranks."""
 
     def enable_gradients_mean(self) -> None:
         """Divide summed gradients by the number of ranks."""
@@ -325,10 +302,9 @@ def save_strategies(found: Planned, source: Source, path: str, *, whole: bool) -
     from simulator.whole_file import write_whole
 
     plan = found.plan
-    graph = load_network(
-        source, sequence_length=plan.sequence_length, attention=plan.attention, norms=plan.norms
-    ).capture()
+    network = load_network(source, sequence_length=plan.sequence_length, attention=plan.attention, norms=plan.norms)
+    graph = network.capture()
     if whole:
-        return export_mindspore(found.plan, graph, path, prediction_document(found.prediction))
-    items = {name: item for name, item in strategy_items(found.plan, graph).items() if name != "parallel_layout_item"}
+        return export_mindspore(plan, graph, path, prediction_document(found.prediction))
+    items = {name: item for name, item in strategy_items(plan, graph).items() if name != "parallel_layout_item"}
     return write_whole(path, json.dumps(items, indent=1) + "\n")

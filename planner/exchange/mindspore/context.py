@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from planner.plans.request import PARALLEL_MODES, SEARCH_MODES
@@ -143,6 +144,10 @@ class AutoParallelContext:
         name = OLDER_NAMES.get(key, key)
         return name in self._set and self.get("parallel_mode") in KEYS[name].modes
 
+    def counted(self, key: str, otherwise: Any = None) -> Any:
+        """Value of a key that counts, else `otherwise`."""
+        return self.get(key) if self.counts(key) else otherwise
+
     def reset(self) -> None:
         """Give every key its default."""
         self._set = {}
@@ -268,10 +273,7 @@ def _check_data(found: Mapping[str, Any], mode: str | None, devices: int | None,
         return
     inside = devices // stages
     for place, cuts in enumerate(data):
-        parts = 1
-        for number in cuts:
-            parts *= number
-        if inside % parts:
+        if inside % (parts := prod(cuts)):
             raise ContextError(
                 f"dataset_strategy[{place}]={cuts} cuts in {parts} parts, and a stage has {inside} devices (device_num="
                 f"{devices}, pipeline_stages={stages}); the parts must divide them"

@@ -54,7 +54,7 @@ def plan_under(
 
     source_network = network if not callable(network) else source_of(network)
     request = request_of(context, source_network, hardware, pins=pins, **options)
-    source, target = (_file(context, name) for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"))
+    source, target = (context.counted(f"strategy_ckpt_{use}_file", "") for use in ("load", "save"))
     if target:
         from simulator.whole_file import check_writable
 
@@ -74,10 +74,6 @@ def plan_under(
 
         written = write_plan(found, target, prediction_document(prediction))
     return Planned(plan=found, prediction=prediction, result=result, written=written)
-
-
-def _file(context: AutoParallelContext, key: str) -> str:
-    return str(context.get(key)) if context.counts(key) else ""
 
 
 def read_stored(request: PlanRequest, graph: OperatorGraph, source: str) -> tuple[Plan, Prediction]:

@@ -67,7 +67,8 @@ class Translated:
     @property
     def search_mode(self) -> str | None:
         """As `PlanRequest` has it, None where the mode does not read it."""
-        return str(self.context.get("search_mode")) if self.context.counts("search_mode") else None
+        found: str | None = self.context.counted("search_mode")
+        return found
 
     @property
     def devices(self) -> int | None:
@@ -95,9 +96,7 @@ class Translated:
     @property
     def stored(self) -> str:
         """Strategy file that the plan is read from; empty where it is searched."""
-        context = self._searched
-        counts = context.counts("strategy_ckpt_load_file")
-        return str(context.get("strategy_ckpt_load_file")) if counts else ""
+        return str(self._searched.counted("strategy_ckpt_load_file", ""))
 
 
 def is_mindformers(document: Mapping[Any, Any]) -> bool:

@@ -27,20 +27,13 @@ BY_RANK = ("data_parallel", "hybrid_parallel")
 
 def exchange_of(context: AutoParallelContext) -> Exchange:
     """What the keys that are set say of messages, gradients and data."""
-
-    def on(key: str) -> bool:
-        return context.counts(key) and bool(context.get(key))
-
-    def off(key: str) -> bool:
-        return context.counts(key) and not context.get(key)
-
     found = Exchange(
-        gradient_dtype="float32" if on("gradient_fp32_sync") else "",
-        all_to_all=not off("enable_alltoall"),
+        gradient_dtype="float32" if context.counted("gradient_fp32_sync") else "",
+        all_to_all=context.counted("enable_alltoall", True),
         group_power=_group_power(context),
-        repeated_loss=off("loss_repeated_mean"),
-        cross_batch=on("cross_batch"),
-        broadcast=on("parameter_broadcast"),
+        repeated_loss=not context.counted("loss_repeated_mean", True),
+        cross_batch=context.counted("cross_batch", False),
+        broadcast=context.counted("parameter_broadcast", False),
         data=data_of(context),
     )
     return _with_fusion(found, context)
@@ -60,23 +53,23 @@ def _group_power(context: AutoParallelContext) -> int:
 
 def data_of(context: AutoParallelContext) -> DataStrategy:
     """What ranks load of the batch; "" where nothing is said."""
-    if context.counts("dataset_strategy"):
-        given: DataStrategy = context.get("dataset_strategy")
-        return given
-    if context.counts("full_batch"):
-        return "full_batch" if context.get("full_batch") else "data_parallel"
-    return ""
+    whole = {True: "full_batch", False: "data_parallel", None: ""}[context.counted("full_batch")]
+    given: DataStrategy = context.counted("dataset_strategy", whole)
+    return given
 
 
 def _with_fusion(found: Exchange, context: AutoParallelContext) -> Exchange:
-    places = tuple(context.get("all_reduce_fusion_config")) if context.counts("all_reduce_fusion_config") else ()
-    fusion: Mapping[str, Any] = context.get("comm_fusion") if context.counts("comm_fusion") else {}
+    places = tuple(context.counted("all_reduce_fusion_config", ()))
+    fusion: Mapping[str, Any] = context.counted("comm_fusion", {})
     if not fusion:
         return replace(found, fusion_places=places)
     if fusion.get("openstate") is False:
         return replace(found, all_reduce_bytes=0, all_gather_bytes=0, reduce_scatter_bytes=0)
     settings = {kind: fusion.get(kind, {"mode": "auto", "config": None}) for kind in FUSION_KINDS}
-    sizes = {kind: size_mb(setting) * MIB for kind, setting in settings.items()}
+    sizes = {
+        kind: (int(setting["config"]) if setting["mode"] == "size" else FUSION_MB) * MIB
+        for kind, setting in settings.items()
+    }
     by_place = settings["allreduce"]["mode"] == "index"
     return replace(
         found,
@@ -85,11 +78,6 @@ def _with_fusion(found: Exchange, context: AutoParallelContext) -> Exchange:
         all_gather_bytes=sizes["allgather"],
         reduce_scatter_bytes=sizes["reducescatter"],
     )
-
-
-def size_mb(setting: Mapping[str, Any]) -> int:
-    """Size of messages in MB that one kind's setting of ``comm_fusion`` stands for."""
-    return int(setting["config"]) if setting["mode"] == "size" else FUSION_MB
 
 
 def exchange_pins(context: AutoParallelContext) -> dict[str, str]:
@@ -213,7 +201,7 @@ def searched_mode(context: AutoParallelContext) -> str:
 
 def shards_states(context: AutoParallelContext) -> bool:
     """Whether optimizer states are sharded over data-parallel ranks."""
-    return context.counts("enable_parallel_optimizer") and bool(context.get("enable_parallel_optimizer"))
+    return bool(context.counted("enable_parallel_optimizer"))
 
 
 def pins_of(context: AutoParallelContext) -> dict[str, str]:
@@ -221,10 +209,9 @@ def pins_of(context: AutoParallelContext) -> dict[str, str]:
     found: dict[str, str] = {}
     if context.get("parallel_mode") in BY_SAMPLES and shards_states(context):
         found |= DATA_ONLY
-    if context.counts("pipeline_stages"):
-        found["pp"] = str(context.get("pipeline_stages"))
-    if context.counts("grad_accumulation_step"):
-        found["micro_batches"] = str(context.get("grad_accumulation_step"))
+    for key, name in (("pipeline_stages", "pp"), ("grad_accumulation_step", "micro_batches")):
+        if context.counts(key):
+            found[name] = str(context.get(key))
     for name, text in exchange_pins(context).items():
         found.setdefault(name, text)
     if context.counts("enable_parallel_optimizer"):
