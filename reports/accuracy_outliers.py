@@ -11,9 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from planner.published.metrics import ScoredRow
-from planner.published.predictions import (
-    FUNCTIONAL,
-)
+from planner.published.predictions import FUNCTIONAL
 from reports import page
 from reports.page import Cell, Html
 

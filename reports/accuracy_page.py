@@ -24,14 +24,7 @@ from planner.published.predictions import (
     prediction_lines,
 )
 from reports import accuracy_plots, page
-from reports.accuracy_aims import (
-    AIMS,
-    ROOFLINE,
-    UTILISATION,
-    Aim,
-    baseline_errors,
-    metrics_of,
-)
+from reports.accuracy_aims import AIMS, ROOFLINE, UTILISATION, Aim, baseline_errors, metrics_of
 from reports.accuracy_outliers import memory_outliers, some, time_outliers, wrapped
 from reports.page import Cell, Html
 from simulator.quantities import percent_text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -10,10 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.cli.tables import (
-    facts,
-    plain_table,
-)
+from planner.cli.tables import facts, plain_table
 from planner.published.metrics import Accuracy, AccuracyResult, Metrics
 from simulator.quantities import bytes_text, percent_text, rate_text
 
@@ -181,63 +178,43 @@ def accuracy_report(result: AccuracyResult, predictions: str | None) -> Iterable
 def _accuracy_tables(accuracy: Accuracy) -> Iterable[RenderableType]:
     parts = {"all": accuracy.overall, **accuracy.by_source}
     yield Text("\ntime of a step", style="bold")
-    yield _time_table(parts)
+    yield _table(parts, _TIMES)
     yield Text("\nmemory, and choosing among a workload's plans", style="bold")
-    yield _other_table(parts)
+    others = {name: one for name, one in parts.items() if one.memory_rows or one.oom_rows or one.workloads}
+    yield _table(others, _OTHERS)
 
 
-def _time_table(parts: Mapping[str, Metrics]) -> Table:
-    table = _table(
-        "rows", "with a\nprediction", "timed", "mean\nerror", "\nmedian", "\np90", "\nmax", "\nbias", "inside\ninterval"
-    )
-    for name, figures in parts.items():
-        table.add_row(
-            name,
-            str(figures.rows),
-            percent_text(figures.coverage),
-            str(figures.timed),
-            *(_share(value) for value in (figures.time_mean, figures.time_median, figures.time_p90, figures.time_max)),
-            _signed(figures.time_bias),
-            _share(figures.inside_interval),
-        )
-    return table
+_TIMES: Mapping[str, Callable[[Metrics], str]] = {
+    "rows": lambda one: str(one.rows),
+    "with a\nprediction": lambda one: percent_text(one.coverage),
+    "timed": lambda one: str(one.timed),
+    "mean\nerror": lambda one: _share(one.time_mean),
+    "\nmedian": lambda one: _share(one.time_median),
+    "\np90": lambda one: _share(one.time_p90),
+    "\nmax": lambda one: _share(one.time_max),
+    "\nbias": lambda one: _signed(one.time_bias),
+    "inside\ninterval": lambda one: _share(one.inside_interval),
+}
+_OTHERS: Mapping[str, Callable[[Metrics], str]] = {
+    "memory\nrows": lambda one: str(one.memory_rows),
+    "mean\nerror": lambda one: _share(one.memory_mean),
+    "\nbias": lambda one: _signed(one.memory_bias),
+    "out of\nmemory": lambda one: str(one.oom_rows),
+    "\nrecall": lambda one: _share(one.oom_recall),
+    "\nprecision": lambda one: _share(one.oom_precision),
+    "work-\nloads": lambda one: str(one.workloads),
+    "Kendall\ntau": lambda one: _NOTHING if one.kendall_tau is None else f"{one.kendall_tau:.2f}",
+    "\nregret": lambda one: _share(one.regret),
+}
 
 
-def _other_table(parts: Mapping[str, Metrics]) -> Table:
-    table = _table(
-        "memory\nrows",
-        "mean\nerror",
-        "\nbias",
-        "out of\nmemory",
-        "\nrecall",
-        "\nprecision",
-        "work-\nloads",
-        "Kendall\ntau",
-        "\nregret",
-    )
-    for name, figures in parts.items():
-        if not (figures.memory_rows or figures.oom_rows or figures.workloads):
-            continue
-        table.add_row(
-            name,
-            str(figures.memory_rows),
-            _share(figures.memory_mean),
-            _signed(figures.memory_bias),
-            str(figures.oom_rows),
-            _share(figures.oom_recall),
-            _share(figures.oom_precision),
-            str(figures.workloads),
-            _NOTHING if figures.kendall_tau is None else f"{figures.kendall_tau:.2f}",
-            _share(figures.regret),
-        )
-    return table
-
-
-def _table(*headings: str) -> Table:
+def _table(parts: Mapping[str, Metrics], columns: Mapping[str, Callable[[Metrics], str]]) -> Table:
     table = plain_table()
     table.add_column("\nsource", max_width=_SOURCE_WIDTH, overflow="fold")
-    for heading in headings:
+    for heading in columns:
         table.add_column(heading if "\n" in heading else f"\n{heading}", justify="right", no_wrap=True)
+    for name, figures in parts.items():
+        table.add_row(name, *(cell(figures) for cell in columns.values()))
     return table
 
 

@@ -13,12 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.cli.tables import (
-    axes_text,
-    facts,
-    plain_table,
-    signed,
-)
+from planner.cli.tables import axes_text, facts, plain_table, signed
 from planner.plans.file import read_plan
 from simulator.quantities import bytes_text, interval_text, percent_text, seconds_text
 

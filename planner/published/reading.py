@@ -8,13 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.cost.memory.device import training_memory
-from planner.cost.training_run import (
-    LayeredNetwork,
-    OptimizerSharding,
-    Recompute,
-    TrainingRun,
-    TransformerShape,
-)
+from planner.cost.training_run import LayeredNetwork, OptimizerSharding, Recompute, TrainingRun, TransformerShape
 from planner.published.measurement_file import FileRow, read_rows
 from planner.published.reading_hardware import hardware_for
 from planner.published.reading_memory import says_no_figure, stated_memory_gib

@@ -6,13 +6,7 @@ import re
 
 from planner.cost.memory.states import usual_gradient_bytes
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.cost.training_run import (
-    NOVOGRAD,
-    LayeredNetwork,
-    OptimizerSharding,
-    Recompute,
-    TransformerShape,
-)
+from planner.cost.training_run import NOVOGRAD, LayeredNetwork, OptimizerSharding, Recompute, TransformerShape
 from planner.published.measurement_file import FileRow
 from planner.published.reading_memory import cumulative, long_term_support, torchtune_recipe, whole_on_one_device
 from planner.published.source_rules import stated

@@ -7,13 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.published.metrics import AccuracyResult, ScoredRow, accuracy_of
-from planner.published.predictions import (
-    ASCEND,
-    CONVOLUTIONAL,
-    ELSEWHERE,
-    FSDP,
-    TRANSFORMERS,
-)
+from planner.published.predictions import ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, TRANSFORMERS
 
 SOURCES = (
     ("Megatron papers (SC21)", TRANSFORMERS, "NVIDIA A100-SXM4-80GB", 0.04),

@@ -6,10 +6,7 @@ import re
 from dataclasses import replace
 
 from planner.published.metrics import ScoredRow
-from planner.published.predictions import (
-    FUNCTIONAL,
-    MISSING_FACT,
-)
+from planner.published.predictions import FUNCTIONAL, MISSING_FACT
 from reports.accuracy_outliers import memory_outliers, time_outliers
 from reports.page import Html
 

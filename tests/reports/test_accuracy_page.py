@@ -11,16 +11,8 @@ from pathlib import Path
 import pytest
 
 from planner.published.metrics import AccuracyResult, ScoredRow, accuracy_of
-from planner.published.predictions import (
-    FUNCTIONAL,
-)
-from reports.accuracy_aims import (
-    AIMS,
-    EVERYTHING,
-    ROOFLINE,
-    UTILISATION,
-    metrics_of,
-)
+from planner.published.predictions import FUNCTIONAL
+from reports.accuracy_aims import AIMS, EVERYTHING, ROOFLINE, UTILISATION, metrics_of
 from reports.accuracy_outliers import outliers
 from reports.accuracy_page import FITTED, LEFT_OUT, accuracy_page, write_accuracy_report
 from tests.reports.scored_rows import SOURCES, made_up_result

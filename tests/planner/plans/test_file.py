@@ -13,14 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.plans.file import plan_from_text, plan_to_text, read_plan, read_strategy, write_plan
-from planner.plans.plan import (
-    Certificate,
-    Chunk,
-    LayerRules,
-    Plan,
-    RecomputeRange,
-    Status,
-)
+from planner.plans.plan import Certificate, Chunk, LayerRules, Plan, RecomputeRange, Status
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import Rule
 from simulator.errors import InputError, StrategyError

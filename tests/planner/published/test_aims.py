@@ -27,9 +27,7 @@ from planner.published.predictions import (
     TRANSFORMERS,
     group_of,
 )
-from reports.accuracy_aims import (
-    AIMS,
-)
+from reports.accuracy_aims import AIMS
 from simulator.profiles import load_profile
 
 SHAPE = TransformerShape(

@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 
 from planner.published.metrics import ScoredRow
-from planner.published.predictions import (
-    FUNCTIONAL,
-    operations_s,
-    roofline_s,
-)
+from planner.published.predictions import FUNCTIONAL, operations_s, roofline_s
 from planner.published.reading import read_measurements
-from reports.accuracy_aims import (
-    ROOFLINE,
-    UTILISATION,
-    baseline_errors,
-)
+from reports.accuracy_aims import ROOFLINE, UTILISATION, baseline_errors
 from tests.measurements import write_measurements
 
 STATED = {

@@ -10,14 +10,7 @@ import pytest
 
 from planner.cost.stacks import LayeredCoefficients, Stack, family_of
 from planner.cost.training_run import LayeredNetwork, TrainingRun, TrainingSetup
-from planner.published.fitting_layered import (
-    DEVICE_PRIORS,
-    HOST_PRIORS,
-    STACK_OWN_PRIORS,
-    Steps,
-    fit_layered,
-    priors,
-)
+from planner.published.fitting_layered import DEVICE_PRIORS, HOST_PRIORS, STACK_OWN_PRIORS, Steps, fit_layered, priors
 from planner.published.layered import lookup
 from planner.published.layered.prediction import parameters_of, predict_layered
 from planner.published.reading import MeasuredRow

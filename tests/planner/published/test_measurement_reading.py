@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.stacks import AttentionKernel, Stack
-from planner.cost.training_run import (
-    LayeredNetwork,
-    OptimizerSharding,
-    Recompute,
-    TrainingRun,
-    TransformerShape,
-)
+from planner.cost.training_run import LayeredNetwork, OptimizerSharding, Recompute, TrainingRun, TransformerShape
 from planner.published.known_models import billions, known_model
 from planner.published.measurement_file import FileRow
 from planner.published.reading import MeasuredRow, measured_row, read_measurements

@@ -29,11 +29,7 @@ from planner.plans.request import PlanRequest, checked_pins
 from planner.published.layered.prediction import BY_LAYERS
 from planner.published.pinned import NotPinnedError, pinned_run
 from planner.published.planned import Planner, Workplace, command_lines, predict_planned
-from planner.published.predictions import (
-    BY_LAYERS_ALONE,
-    RECOMPUTED,
-    score,
-)
+from planner.published.predictions import BY_LAYERS_ALONE, RECOMPUTED, score
 from planner.published.reading import MeasuredRow, read_measurements
 from simulator.calibration import process
 from simulator.errors import InputError, MeshwrightError

@@ -9,13 +9,7 @@ import pytest
 from planner.cost.memory.figures import MemoryFigure
 from planner.cost.stacks import AttentionKernel
 from planner.cost.training_run import Experts, OptimizerSharding, TrainingSetup, TransformerShape
-from planner.published.predictions import (
-    CONTRADICTION,
-    MISSING_FACT,
-    UNKNOWN_FIGURE,
-    measured_apart,
-    memory_doubt,
-)
+from planner.published.predictions import CONTRADICTION, MISSING_FACT, UNKNOWN_FIGURE, measured_apart, memory_doubt
 from planner.published.reading import MeasuredRow, read_measurements
 from planner.published.reading_memory import figure_of
 from tests.measurements import write_measurements

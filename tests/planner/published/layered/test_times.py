@@ -19,12 +19,7 @@ from planner.cost.training_run import (
 )
 from planner.published.layered import lookup
 from planner.published.layered.builder import NetworkBuilder
-from planner.published.layered.prediction import (
-    parameter_columns,
-    parameters_of,
-    predict_layered,
-    typical_batch,
-)
+from planner.published.layered.prediction import parameter_columns, parameters_of, predict_layered, typical_batch
 from planner.published.layered.table import LayeredTable, bytes_per_cycle, layered_times
 from simulator.errors import InputError
 from simulator.profiles import load_profile
