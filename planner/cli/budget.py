@@ -67,8 +67,7 @@ class BudgetArguments(RequestOptions):
     within: Annotated[str | None, option("--within", "Time limit: 12h, 30d or 4w.", "TIME")] = None
     devices: Annotated[int | None, option("--devices", "Devices; else as few as suffice.", "N", natural)] = None
     price: Annotated[
-        list[str] | None,
-        option("--price", "Price of one device for an hour; may be repeated.", "PROFILE=PER_HOUR"),
+        list[str] | None, option("--price", "Price of one device for an hour; may be repeated.", "PROFILE=PER_HOUR")
     ] = None
 
 

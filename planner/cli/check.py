@@ -32,8 +32,7 @@ def check(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A launch script or configuration file.")],
     form: Annotated[CheckedFormat | None, option("--format", "Its format, where it is not recognised.")] = None,
     network: Annotated[
-        str | None,
-        option("--network", "What it trains, where the file does not state it.", "NETWORK"),
+        str | None, option("--network", "What it trains, where the file does not state it.", "NETWORK")
     ] = None,
     hw: Annotated[str | None, option("--hw", "Where it trains.", "PROFILE")] = None,
     devices: Annotated[int | None, option("--devices", "Devices, where the file names none.", "N", natural)] = None,

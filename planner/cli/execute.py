@@ -52,13 +52,9 @@ class ExecuteArguments:
 
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")]
     processes: Annotated[
-        int | None,
-        option("--processes", "Local processes; default: the plan's devices.", "N", natural),
+        int | None, option("--processes", "Local processes; default: the plan's devices.", "N", natural)
     ] = None
-    steps: Annotated[
-        int | None,
-        option("--steps", "Training steps [10; virtual ones 3].", "N", natural),
-    ] = None
+    steps: Annotated[int | None, option("--steps", "Training steps [10; virtual ones 3].", "N", natural)] = None
     data: Annotated[str | None, option("--data", "Default: a real data set that fits the network.", "DATASET")] = None
     verify: Annotated[bool, option("--verify", "Train again in one process; exit code 4 if the losses differ.")] = False
     precision: Annotated[Precision | None, option("--precision", "Default: the plan's.")] = None
@@ -66,29 +62,22 @@ class ExecuteArguments:
     learning_rate: Annotated[float | None, option("--learning-rate", "Default: the optimizer's.", "X", rate)] = None
     device: Annotated[Device | None, option("--device", "Default: the best there is.")] = None
     timeout: Annotated[
-        float | None,
-        option("--timeout", "How long a rank may keep the others waiting [60].", "SECONDS", seconds),
+        float | None, option("--timeout", "How long a rank may keep the others waiting [60].", "SECONDS", seconds)
     ] = None
-    top: Annotated[
-        int | None,
-        option("--top", "Run the best K plans, and compare their order.", "K", natural),
-    ] = None
+    top: Annotated[int | None, option("--top", "Run the best K plans, and compare their order.", "K", natural)] = None
     join_timeout: Annotated[
-        float | None,
-        option("--join-timeout", "How long to wait for all processes [300].", "SECONDS", seconds),
+        float | None, option("--join-timeout", "How long to wait for all processes [300].", "SECONDS", seconds)
     ] = None
     save: Annotated[Path | None, option("--save", "Save a checkpoint in this folder at the end.", "DIR")] = None
     save_every: Annotated[int | None, option("--save-every", "And after every N steps.", "N", natural)] = None
     resume: Annotated[
-        Path | None,
-        option("--resume", "Go on from a checkpoint, or the newest in a folder of them.", "DIR"),
+        Path | None, option("--resume", "Go on from a checkpoint, or the newest in a folder of them.", "DIR")
     ] = None
     force: Annotated[bool, option("--force", "Start even if the prediction says that memory does not suffice.")] = False
     dry_run: Annotated[bool, option("--dry-run", "Only tell what each rank would do; start nothing.")] = False
     log_dir: Annotated[Path | None, option("--log-dir", "Keep what every rank says in DIR/device<rank>.", "DIR")] = None
     log_every: Annotated[
-        int | None,
-        option("--log-every", "Say the loss after every N steps, on stderr.", "N", natural),
+        int | None, option("--log-every", "Say the loss after every N steps, on stderr.", "N", natural)
     ] = None
     virtual: Annotated[bool, option("--virtual", "Sleep instead of computing: any number of ranks on a few cores.")] = (
         False
@@ -100,8 +89,7 @@ class ExecuteArguments:
         False
     )
     trace: Annotated[
-        Path | None,
-        option("--trace", "Write the step as predicted and as measured for Perfetto.", "FILE"),
+        Path | None, option("--trace", "Write the step as predicted and as measured for Perfetto.", "FILE")
     ] = None
     out: Annotated[Path | None, option("--out", "Write the result as JSON.", "FILE")] = None
     trust_file: TrustFile = False

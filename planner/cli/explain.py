@@ -23,8 +23,7 @@ def explain(
     terminal: Terminal,
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
     why_not: Annotated[
-        list[str],
-        option("--why-not", "A pin that the plan was not given; may be repeated.", "KEY=VALUE"),
+        list[str], option("--why-not", "A pin that the plan was not given; may be repeated.", "KEY=VALUE")
     ],
     trust_file: TrustFile = False,
 ) -> None:

@@ -235,16 +235,11 @@ class RequestOptions:
 
 
 Stragglers = Annotated[
-    int | None,
-    option("--stragglers", "Also the step with K slow ranks, drawn.", "K", natural_or_zero),
+    int | None, option("--stragglers", "Also the step with K slow ranks, drawn.", "K", natural_or_zero)
 ]
-Slowdown = Annotated[
-    float | None,
-    option("--slowdown", "How much longer a slow rank computes [1.5].", "FACTOR", rate),
-]
+Slowdown = Annotated[float | None, option("--slowdown", "How much longer a slow rank computes [1.5].", "FACTOR", rate)]
 SlowLinks = Annotated[
-    list[str] | None,
-    option("--slow-link", "One link of a level at a share of its bandwidth.", "LEVEL=SHARE"),
+    list[str] | None, option("--slow-link", "One link of a level at a share of its bandwidth.", "LEVEL=SHARE")
 ]
 
 

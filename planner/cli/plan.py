@@ -31,16 +31,13 @@ class PlanArguments(RequestOptions):
     hardware: Annotated[str | None, option("--hw", "A profile's name or the path of one.", "PROFILE")] = None
     devices: Annotated[int | None, option("--devices", "Number of devices.", "N", natural)] = None
     config: Annotated[
-        Path | None,
-        option("--config", "Take these options from a file; the command line wins.", "FILE.yaml"),
+        Path | None, option("--config", "Take these options from a file; the command line wins.", "FILE.yaml")
     ] = None
     hints: Annotated[
-        Path | None,
-        option("--hints", "Placements of operators by pattern; see docs/search.md.", "FILE.yaml"),
+        Path | None, option("--hints", "Placements of operators by pattern; see docs/search.md.", "FILE.yaml")
     ] = None
     top: Annotated[
-        int | None,
-        option("--top", "How many plans to show [5]; given, all are written.", "N", how_many),
+        int | None, option("--top", "How many plans to show [5]; given, all are written.", "N", how_many)
     ] = None
     out: Annotated[Path | None, option("--out", "The strategy file to write [strategy.json].", "FILE")] = None
     verbose: Annotated[

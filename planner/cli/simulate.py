@@ -45,8 +45,7 @@ class SimulateArguments:
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")]
     hardware: Annotated[str | None, option("--hw", "Default: the one the plan was made for.", "PROFILE")] = None
     software: Annotated[
-        str | None,
-        option("--software", "Default: that of the plan; usual for what is usual.", "NAME"),
+        str | None, option("--software", "Default: that of the plan; usual for what is usual.", "NAME")
     ] = None
     engine: Annotated[Literal["fast", "reference"], option("--engine", "Array based, or SimPy.")] = "fast"
     trace: Annotated[Path | None, option("--trace", "Write the step for Perfetto or Chrome.", "FILE")] = None
@@ -58,27 +57,20 @@ class SimulateArguments:
     slow_link: SlowLinks = None
     goodput: Annotated[bool, option("--goodput", "Also what failures and checkpoints leave.")] = False
     checkpoint_interval: Annotated[
-        float | None,
-        option("--checkpoint-interval", "Default: Daly's optimum.", "SECONDS", rate),
+        float | None, option("--checkpoint-interval", "Default: Daly's optimum.", "SECONDS", rate)
     ] = None
     asynchronous: Annotated[bool, option("--async-checkpoint", "Checkpoints are written while training goes on.")] = (
         False
     )
     device_mtbf: Annotated[
-        float | None,
-        option("--device-mtbf", "Between failures of one device.", "SECONDS", rate),
+        float | None, option("--device-mtbf", "Between failures of one device.", "SECONDS", rate)
     ] = None
-    restart: Annotated[
-        float | None,
-        option("--restart", "From a failure to a running job.", "SECONDS", rate),
-    ] = None
+    restart: Annotated[float | None, option("--restart", "From a failure to a running job.", "SECONDS", rate)] = None
     storage_bandwidth: Annotated[
-        float | None,
-        option("--storage-bandwidth", "What one node writes.", "BYTES/S", rate),
+        float | None, option("--storage-bandwidth", "What one node writes.", "BYTES/S", rate)
     ] = None
     snapshot_bandwidth: Annotated[
-        float | None,
-        option("--snapshot-bandwidth", "From a device to its host.", "BYTES/S", rate),
+        float | None, option("--snapshot-bandwidth", "From a device to its host.", "BYTES/S", rate)
     ] = None
     days: Annotated[float | None, option("--days", "Length of the simulated jobs [30].", "N", rate)] = None
     seed: Annotated[int, option("--seed", "Of slow ranks and failures.", "N", natural_or_zero)] = 0

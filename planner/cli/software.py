@@ -54,8 +54,7 @@ software.command("list")(tells(list_software))
 @software.command()
 @tells
 def show(
-    terminal: Terminal,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name of meshwright software list.")],
+    terminal: Terminal, name: Annotated[str, typer.Argument(metavar="NAME", help="A name of meshwright software list.")]
 ) -> None:
     """Show what a software makes of kernels, launches, messages and memory, each number with its source.
 

@@ -36,8 +36,7 @@ def validate(
         ),
     ] = False,
     commands: Annotated[
-        Path | None,
-        option("--commands", "The command `meshwright plan …` of every row, one row each.", "FILE"),
+        Path | None, option("--commands", "The command `meshwright plan …` of every row, one row each.", "FILE")
     ] = None,
 ) -> None:
     """Predict measured runs from their configurations alone, and say how far off the predictions are.

@@ -36,8 +36,7 @@ class WhatIfArguments(RequestOptions):
     hardware: Annotated[str, option("--hw", "Names or paths of profiles.", "PROFILE[,PROFILE...]")]
     devices: Annotated[str, option("--devices", "Device counts; an ellipsis continues them.", "8,16,...,4096")]
     batch_per_device: Annotated[
-        int | None,
-        option("--batch-per-device", "Samples of one step for each device.", "N", natural),
+        int | None, option("--batch-per-device", "Samples of one step for each device.", "N", natural)
     ] = None
     settings: Annotated[
         list[str] | None,
@@ -54,8 +53,7 @@ class WhatIfArguments(RequestOptions):
         ),
     ] = None
     cluster: Annotated[
-        str | None,
-        option("--cluster", "Plan on the workers of a Dask scheduler.", "dask://HOST:PORT"),
+        str | None, option("--cluster", "Plan on the workers of a Dask scheduler.", "dask://HOST:PORT")
     ] = None
     out: Annotated[Path | None, option("--out", "Write a page with pictures.", "FILE.html")] = None
     fresh: Annotated[bool, option("--fresh", "Plan anew what an interrupted run has left.")] = False

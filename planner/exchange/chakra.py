@@ -144,11 +144,7 @@ def traces(found: SimulatedPlan, plan: Plan) -> Traces:
             "micro-batches or devices"
         )
     return Traces(
-        name=plan.network,
-        nodes=tuple(map(tuple, writer.nodes)),
-        ranks=ranks,
-        stride=plan.pipeline_stride,
-        axes=axes,
+        name=plan.network, nodes=tuple(map(tuple, writer.nodes)), ranks=ranks, stride=plan.pipeline_stride, axes=axes
     )
 
 

@@ -170,10 +170,7 @@ def _predicted(said: Checked, base: PlanRequest, *, better: bool) -> Checked:
         return replace(said, problems=(_violation(str(error), said.form.keys),))
     kept = ["layers of stages are kept as they are written"] if asked.request.pins.stage_layers else []
     said = replace(
-        said,
-        notes=(*said.notes, *asked.notes, *kept),
-        fits=bool(result.candidates),
-        infeasible=result.infeasible,
+        said, notes=(*said.notes, *asked.notes, *kept), fits=bool(result.candidates), infeasible=result.infeasible
     )
     if result.candidates:
         said = replace(said, found=result.candidates[0])

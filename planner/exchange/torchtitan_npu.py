@@ -128,12 +128,7 @@ TORCHTITAN_NPU = ExchangeFormat(
     version=VERSION,
     suffix=".toml",
     also_silent=torchtitan.TORCHTITAN.also_silent,
-    keys={
-        **torchtitan.KEYS,
-        "context_algorithm": ALL_TO_ALL,
-        "offload_optimizer": SWAPPED,
-        "precision": CONVERTERS,
-    },
+    keys={**torchtitan.KEYS, "context_algorithm": ALL_TO_ALL, "offload_optimizer": SWAPPED, "precision": CONVERTERS},
     write=write,
     read=read,
     recognises=lambda name, text: torchtitan.TORCHTITAN_OLD.recognises(name, text) and "torchtitan_npu" in text,

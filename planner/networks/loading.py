@@ -47,12 +47,7 @@ def list_networks() -> tuple[NetworkSummary, ...]:
 
 
 def load_network(
-    spec: str | Network,
-    *,
-    sequence_length: int | None = None,
-    attention: str = "",
-    norms: str = "",
-    fusion: str = "",
+    spec: str | Network, *, sequence_length: int | None = None, attention: str = "", norms: str = "", fusion: str = ""
 ) -> Network:
     """Find the network that `spec` names.
 

@@ -162,11 +162,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
     own: dict[str, object] = {
         "format": FORMAT,
         "version": VERSION,
-        "network": {
-            "spec": plan.network,
-            "fingerprint": plan.fingerprint,
-            "sequence_length": plan.sequence_length,
-        },
+        "network": {"spec": plan.network, "fingerprint": plan.fingerprint, "sequence_length": plan.sequence_length},
         "hardware": {"profile": plan.hardware, "hash": plan.hardware_hash},
         "mesh": [
             {"axis": axis.name, "size": axis.size}

@@ -123,10 +123,7 @@ def strategy_items(plan: Plan, graph: OperatorGraph) -> dict[str, Any]:
         read_dims = [len(whole.nodes[ref.node].outputs[ref.output].shape) for ref in node.tensor_inputs]
         made_dims = [len(spec.shape) for spec in node.outputs]
         stage = stages.get(index, 0)
-        for parts, maps, placed, dims in (
-            (inputs, layouts, read, read_dims),
-            (outputs, out_layouts, made, made_dims),
-        ):
+        for parts, maps, placed, dims in ((inputs, layouts, read, read_dims), (outputs, out_layouts, made, made_dims)):
             cuts = [matrix.cuts(p, d) for p, d in zip(placed, dims, strict=True)]
             parts[node.name] = {"stage": stage, "parallel_strategy": cuts}
             maps[node.name] = {str(i): matrix.layout(p, d) for i, (p, d) in enumerate(zip(placed, dims, strict=True))}

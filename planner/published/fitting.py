@@ -79,10 +79,7 @@ all of two passes do). Frameworks put channels last for 16 bits alone.
 """
 _PLANES_PRIORS = {"copies": Prior(centre=3.0, spread=0.5)}
 """Of PyTorch without a compiler, which leaves images in planes unless told otherwise (``memory_format``)."""
-PYTORCH_PRIORS = {
-    "launch_s": Prior(centre=4e-5, spread=0.1),
-    "step_overhead_s": Prior(centre=0.01, spread=0.4),
-}
+PYTORCH_PRIORS = {"launch_s": Prior(centre=4e-5, spread=0.1), "step_overhead_s": Prior(centre=0.01, spread=0.4)}
 """Of stacks that launch PyTorch operators one by one: an operator of ours is some four kernels of about 10 us.
 
 Chosen with the published rows in view and held tight: without it the few rows of other sources decide how long the
@@ -99,10 +96,7 @@ DEEPSPEED_PRIORS = {
 a list of instructions for each micro-batch, and waits for nearly all of what it sends, but for no more. Its kernels
 bound by memory are PyTorch's, held near those of other stacks: two large sources want them 15 % slower and faster, and
 neither may say alone."""
-DETERMINISTIC_PRIORS = {
-    "launch_s": Prior(centre=1e-4, spread=0.5),
-    "step_overhead_s": Prior(centre=0.05, spread=1.0),
-}
+DETERMINISTIC_PRIORS = {"launch_s": Prior(centre=1e-4, spread=0.5), "step_overhead_s": Prior(centre=0.05, spread=1.0)}
 """Of functional tests: tiny networks under checks and logs, bound by the host alone."""
 MINDSPORE_PRIORS = {
     "optimizer": Prior(centre=6.0, spread=0.15),

@@ -87,13 +87,7 @@ class Workplace:
 
 
 @lru_cache(maxsize=64)
-def _changed_profile(
-    name: str,
-    cluster: tuple[tuple[str, float], ...],
-    *,
-    limited: bool,
-    tf32: bool,
-) -> str:
+def _changed_profile(name: str, cluster: tuple[tuple[str, float], ...], *, limited: bool, tf32: bool) -> str:
     """Return the text of a shipped profile with the numbers of another cluster, or more memory.
 
     ``limited`` keeps the memory, ``tf32`` runs float32 products in TF32.
@@ -200,10 +194,7 @@ def predict_planned(
 
 
 def _predictions(
-    runs: Sequence[TrainingRun],
-    files: Sequence[SoftwareFile | None],
-    cores: int,
-    advance: Callable[[int], None] | None,
+    runs: Sequence[TrainingRun], files: Sequence[SoftwareFile | None], cores: int, advance: Callable[[int], None] | None
 ) -> list[Outcome]:
     pinned = [_pinned(run) for run in runs]
     places: dict[Wanted, list[int]] = {}

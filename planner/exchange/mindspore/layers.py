@@ -204,10 +204,7 @@ _MARKS: Mapping[str, bool | str] = {KEPT: False, SELECTIVE: SELECTIVE, WHOLE: Tr
 
 
 def layer_settings(
-    config: Mapping[str, Any],
-    recompute: Mapping[str, Any],
-    model: Mapping[str, Any],
-    swap: Mapping[str, Any],
+    config: Mapping[str, Any], recompute: Mapping[str, Any], model: Mapping[str, Any], swap: Mapping[str, Any]
 ) -> LayerSettings:
     """Read what sections say of layers.
 
