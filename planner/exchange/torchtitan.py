@@ -63,14 +63,11 @@ KEYS: Mapping[str, str] = {
     "offload_optimizer": "training.enable_cpu_offload",
     "offload_parameters": "training.enable_cpu_offload",
 }
-READ = frozenset(
-    (
-        *(*KEYS.values(), "parallelism.data_parallel_replicate_degree", "parallelism.fsdp_reshard_after_forward"),
-        *("training.local_batch_size", "training.dtype", "training.disable_cuda_graphs", "compile.enable"),
-        *("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
-        "compile.enable_async_tensor_parallel",
-    )
+_KNOWN = (
+    *("training.dtype", "training.disable_cuda_graphs", "compile.enable", "activation_checkpoint"),
+    *("activation_checkpoint.selective_ac_option", KEYS["micro_batch"], KEYS["devices"]),
 )
+"""Keys that say nothing more of the plan."""
 MODES: Mapping[str, str] = {"FullAC": "full", "SelectiveAC": "selective", "None": "none"}
 
 
@@ -234,51 +231,48 @@ def _literal(text: str) -> Any:
         return text
 
 
-def read(text: str, source: str, *, era: Era) -> ReadConfig:
+def read(text: str, source: str) -> ReadConfig:
     """Read a configuration."""
-    raw = raw_values(text, source)
-    found: dict[str, Any] = {name: _number(raw, f"parallelism.{key}", source, 1) for name, key in DEGREES.items()}
+    raw = Document(raw_values(text, source), source, "torchtitan")
+    for key in _KNOWN:
+        raw.get(key)
+    found: dict[str, Any] = {name: raw.number(f"parallelism.{key}") for name, key in DEGREES.items()}
     tensor, pipeline, context = found["tp"], found["pp"], found["cp"]
-    replicas = _number(raw, "parallelism.data_parallel_replicate_degree", source, 1)
-    shard = _number(raw, "parallelism.data_parallel_shard_degree", source, -1)
+    replicas, shard = raw.number("parallelism.data_parallel_replicate_degree"), _whole_or(raw, KEYS["shard_size"])
     devices = replicas * shard * tensor * pipeline * context if shard > 0 else None
-    etp = _number(raw, "parallelism.expert_tensor_parallel_degree", source, 1)
+    etp = raw.number(KEYS["etp"])
     found["etp"] = tensor if found["ep"] == 1 else etp
     found["devices"] = devices
     found |= _stages(raw, pipeline, source)
-    found |= _batch(raw, pipeline, replicas * shard if shard > 0 else None, source)
-    if found["schedule"] == "gpipe" and _number(raw, "training.local_batch_size", source, 8) == found["micro_batch"]:
+    local, batch = raw.number("training.local_batch_size", 8), _whole_or(raw, KEYS["global_batch"])
+    found["micro_batch"] = raw.number(KEYS["micro_batch"]) if pipeline > 1 else local
+    found["global_batch"] = batch if batch > 0 else local * replicas * shard if shard > 0 else None
+    if found["schedule"] == "gpipe" and local == found["micro_batch"]:
         found["schedule"] = "1f1b"  # the same, of one micro-batch
-    found["sequence_length"] = _number(raw, "training.seq_len", source, 2048)
-    found["precision"] = "fp32" if raw.get("training.mixed_precision_param") == "float32" else "bf16"
+    found["sequence_length"] = raw.number(KEYS["sequence_length"], 2048)
+    found["precision"] = "fp32" if raw.get(KEYS["precision"]) == "float32" else "bf16"
     policy = raw.get("parallelism.fsdp_reshard_after_forward", "default")
     keeps = policy == "never" or (policy == "default" and pipeline > 1)
     # FSDP shards over the ranks of both axes, data_parallel_shard and context parallelism.
     found["optimizer_sharding"] = "none" if shard * context == 1 else "zero2" if keeps else "zero3"
     found["shard_size"] = shard if shard > 1 and replicas > 1 else 0
-    found["sequence_parallel"] = tensor > 1 and bool(raw.get("parallelism.enable_sequence_parallel", True))
+    found["sequence_parallel"] = bool(raw.get(KEYS["sequence_parallel"], True)) and tensor > 1
     found["context_algorithm"] = "ring" if context > 1 else "none"
-    mode = _mode(raw, source)
-    found |= {"recompute": mode, "recompute_layers": (), "recompute_count": 0}
-    away = bool(raw.get("training.enable_cpu_offload", False))
+    found |= {"recompute": _mode(raw, source), "recompute_layers": (), "recompute_count": 0}
+    away = bool(raw.get(KEYS["offload_optimizer"], False))
     found |= {"offload_optimizer": away, "offload_parameters": away, "offload_activations": False}
-    overlap = "enable_async_tensor_parallel"
-    found["tensor_overlap"] = bool(raw.get(f"parallelism.{overlap}") or raw.get(f"compile.{overlap}"))
-    return ReadConfig(
-        config=TrainingConfig(**found),
-        not_read=tuple(key for key in raw if key not in READ),
-        violations=tuple(_broken(raw, pipeline, era)),
-    )
+    overlap = [raw.get(f"{section}.enable_async_tensor_parallel") for section in ("parallelism", "compile")]
+    found["tensor_overlap"] = any(overlap)
+    violations = tuple(_broken(raw, pipeline))
+    return ReadConfig(config=TrainingConfig(**found), not_read=raw.unread(), violations=violations)
 
 
-def _number(raw: Mapping[str, Any], key: str, source: str, default: int) -> int:
-    value = raw.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1) or value > 2**40:
-        raise InputError(f"{source}: {key} = {value!r} is no whole number of at least 1; correct it")
-    return value
+def _whole_or(raw: Document, key: str) -> int:
+    """A whole number; -1 where it is left out, or written so."""
+    return raw.number(key, -1, -1 if raw.get(key) == -1 else 1)
 
 
-def _stages(raw: Mapping[str, Any], pipeline: int, source: str) -> dict[str, Any]:
+def _stages(raw: Document, pipeline: int, source: str) -> dict[str, Any]:
     named = raw.get("parallelism.pipeline_parallel_schedule", "1F1B")
     known = {word.lower(): name for name, word in SCHEDULES.items()}
     schedule = known.get(str(named).lower()) if pipeline > 1 else "none"
@@ -288,21 +282,14 @@ def _stages(raw: Mapping[str, Any], pipeline: int, source: str) -> dict[str, Any
     return stages_of_parts(schedule, raw.get(KEYS["layers"]), "layers.", KEYS["layers"], pipeline, source)
 
 
-def _batch(raw: Mapping[str, Any], pipeline: int, ranks: int | None, source: str) -> dict[str, Any]:
-    local = _number(raw, "training.local_batch_size", source, 8)
-    batch = _number(raw, "training.global_batch_size", source, -1)
-    micro = _number(raw, "parallelism.pipeline_parallel_microbatch_size", source, 1) if pipeline > 1 else local
-    return {"micro_batch": micro, "global_batch": batch if batch > 0 else None if ranks is None else local * ranks}
-
-
-def _mode(raw: Mapping[str, Any], source: str) -> str:
+def _mode(raw: Document, source: str) -> str:
     mode = raw.get("activation_checkpoint.mode", "none")
     if mode not in ("none", "selective", "full"):
         raise InputError(f"{source}: activation_checkpoint.mode = {mode!r} is not read; use none, selective or full")
     return str(mode)
 
 
-def _broken(raw: Mapping[str, Any], pipeline: int, era: Era) -> Iterator[Violation]:
+def _broken(raw: Document, pipeline: int) -> Iterator[Violation]:
     """Rules that show in the keys alone."""
     local = raw.get("training.local_batch_size", 8)
     micro = raw.get("parallelism.pipeline_parallel_microbatch_size", 1)
@@ -355,7 +342,7 @@ def _form(name: str, era: Era, suffix: str, write: Any) -> ExchangeFormat:
         also_silent=frozenset({"expert_overlap", "recompute_modules", "tokens_once"}),
         keys=KEYS,
         write=write,
-        read=partial(read, era=era),
+        read=read,
         recognises=lambda name, text: (era is NEW or name.endswith(suffix)) and any(mark in text for mark in marks),
         rules=partial(rules, era=era),
         timed_as="torchtitan",

@@ -58,7 +58,7 @@ def write(config: TrainingConfig) -> Written:
 def read(text: str, source: str) -> ReadConfig:
     """Read a TOML file, or what torchtitan's format reads beside it."""
     raw = torchtitan.raw_values(text, source)
-    known = torchtitan.read(text, source, era=torchtitan.OLD)
+    known = torchtitan.read(text, source)
     config, notes = known.config, list(known.notes)
     changes: dict[str, Any] = {}
     if raw.get(ALL_TO_ALL) and (config.cp or 1) > 1:
