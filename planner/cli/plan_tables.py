@@ -144,43 +144,31 @@ def _fits_text(prediction: Prediction) -> str:
 
 def stages_text(plan: Plan) -> str:
     """Pipeline, copies, recomputation, context, storage and messages of a plan in words; empty where it has none."""
-    parts = []
-    if plan.pipeline > 1:
-        chunks = f" × {plan.virtual} chunks" if plan.virtual > 1 else ""
-        parts.append(f"{plan.pipeline} stages{chunks}, {plan.schedule}")
+    chunks = f" × {plan.virtual} chunks" if plan.virtual > 1 else ""
     run_by = {"run by": plan.software, "attention": plan.attention, "norms": plan.norms}
-    parts += [f"{what} {kind}" for what, kind in run_by.items() if kind]
-    travelling = {
+    again = recompute_text(plan).replace("=", " ") if plan.recompute != "none" else ""
+    kept = not all(part.messages for part in plan.recompute_ranges)
+    away = "in host memory" if plan.offload_to == "host" else "on disk"
+    said: dict[str, object] = {
+        f"{plan.pipeline} stages{chunks}, {plan.schedule}": plan.pipeline > 1,
+        **{f"{what} {kind}": kind for what, kind in run_by.items()},
         "messages of tensor ranks beside products": plan.tensor_overlap,
         "tokens sent once to each node": plan.sent_once,
         "tokens sent beside another micro-batch": plan.expert_overlap,
+        f"busiest experts at {plan.expert_imbalance:g} times an even share": plan.expert_imbalance > 1.0,
+        f"micro-batches in {plan.copies} copies": plan.copies > 1,
+        again + (" but not of messages" if kept else ""): again,
+        **{f"{name} {plan.degree(name)}": plan.degree(name) > 1 for name in ("context", "expert")},
+        f"states shared by {plan.shard_size} ranks": plan.shard_size,
+        f"states {away}": plan.offload_optimizer,
+        f"parameters {away}": plan.offload_parameters,
+        "activations in host memory": plan.offload_ranges,
+        "embedding tables in host memory": plan.host_embeddings,
+        f"attention by {plan.context_algorithm}": plan.context_algorithm != "none",
+        f"gradients in messages of {bytes_text(plan.bucket_bytes)}": plan.degree("data") > 1,
+        f"parameters under {bytes_text(plan.sharding_threshold_bytes)} whole": plan.sharding_threshold_bytes,
     }
-    parts += [said for said, holds in travelling.items() if holds]
-    if plan.expert_imbalance > 1.0:
-        parts.append(f"busiest experts at {plan.expert_imbalance:g} times an even share")
-    if plan.copies > 1:
-        parts.append(f"micro-batches in {plan.copies} copies")
-    if plan.recompute != "none":
-        kept = not all(part.messages for part in plan.recompute_ranges)
-        parts.append(recompute_text(plan).replace("=", " ") + (" but not of messages" if kept else ""))
-    parts += [f"{name} {plan.degree(name)}" for name in ("context", "expert") if plan.degree(name) > 1]
-    if plan.shard_size:
-        parts.append(f"states shared by {plan.shard_size} ranks")
-    if plan.offload_optimizer:
-        parts.append("states in host memory" if plan.offload_to == "host" else "states on disk")
-    if plan.offload_parameters:
-        parts.append("parameters in host memory" if plan.offload_to == "host" else "parameters on disk")
-    if plan.offload_ranges:
-        parts.append("activations in host memory")
-    if plan.host_embeddings:
-        parts.append("embedding tables in host memory")
-    if plan.context_algorithm != "none":
-        parts.append(f"attention by {plan.context_algorithm}")
-    if plan.degree("data") > 1:
-        parts.append(f"gradients in messages of {bytes_text(plan.bucket_bytes)}")
-    if plan.sharding_threshold_bytes:
-        parts.append(f"parameters under {bytes_text(plan.sharding_threshold_bytes)} whole")
-    return ", ".join(parts)
+    return ", ".join(text for text, holds in said.items() if holds)
 
 
 def difference_text(prediction: Prediction) -> str:
