@@ -1,4 +1,4 @@
-"""What is built in: networks and hardware profiles."""
+"""What is built in, networks and hardware profiles, what is calibrated, and how far off predictions are."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cli.tables import facts, plain_table
-from planner.published.metrics import Accuracy, AccuracyResult, Metrics
 from simulator.quantities import bytes_text, percent_text, rate_text
 
 if TYPE_CHECKING:
     from planner.networks import NetworkSummary
+    from planner.published.metrics import Accuracy, AccuracyResult, Metrics
     from simulator.calibration.fit_profiles import ProfileFit
     from simulator.calibration.from_run import Corrected
     from simulator.hardware import Hardware
