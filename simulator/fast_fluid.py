@@ -25,14 +25,12 @@ COUNTS = 7
 class Fluid(NamedTuple):
     """A table of tasks, and its state at one time.
 
-    Of streams (S): ``head`` is the place in ``stream_tasks`` of the next task, ``pointer`` the first of its
-    dependencies not known to have ended. ``first_waiter`` (T,) and ``next_waiter`` (S,) chain the streams that wait
-    for a task; ``stack`` holds those that may go on. Of wholes (T,) at their owner: members that have ``arrived``;
-    ``key`` is the time of the next event and ``place`` where it stands in the ``heap``, -1 for nowhere; ``works``
-    is 1 from the end of the latency to the end; ``left`` is the amount left at time ``since``, draining at
-    ``rate``. Of links (L): ``on_link`` holds the uses that load each link now from ``slot_offsets``, ``loads`` how
-    many, ``demand`` what they would load it with at their caps, ``tight`` whether the last shares took it for
-    crowded. Of ranks (R): tasks that compute and transfer, ``beside`` at ``3 * rank + role``.
+    Streams and waiting are as in `simulator.fast_recurrence.Recurrence`. Of wholes (T,) at their owner: ``key`` is the
+    time of the next event and ``place`` where it stands in the ``heap``, -1 for nowhere; ``works`` is 1 from the end of
+    the latency to the end; ``left`` is the amount left at time ``since``, draining at ``rate``. Of links (L):
+    ``on_link`` holds the uses that load each link now from ``slot_offsets``, ``loads`` how many, ``demand`` what they
+    would load it with at their caps, ``tight`` whether the last shares took it for crowded. Of ranks (R): tasks that
+    compute and transfer, ``beside`` at ``3 * rank + role``.
     """
 
     stream: Integers
