@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
-from planner.graph.unfolding import run_start
+from planner.graph.unfolding import run_start, unfold_run
 from simulator.program import CONVOLUTIONS, Kernel, Phase
 
 _LEVELS = 3
@@ -87,6 +87,19 @@ def chain(graph: OperatorGraph) -> Chain:
     boundaries = tuple(placed.boundary(piece.stop - 1) for piece in pieces[:-1])
     heads = tuple((run.prefix, run_start(graph, run)) for run in graph.runs)
     return Chain(units=units, boundaries=boundaries, heads=heads)
+
+
+def uncut_run(graph: OperatorGraph, cut: Chain) -> int | None:
+    """Number of a run whose blocks hand more than one tensor to each other; None where all can be planned singly."""
+    units = [unit.run for unit in cut.units]
+    return next((number for number in range(len(graph.runs)) if units.count(number) != 2), None)
+
+
+def with_cut_runs(graph: OperatorGraph) -> OperatorGraph:
+    """Write out the runs whose blocks cannot be cut from each other."""
+    while graph.runs and (number := uncut_run(graph, chain(graph))) is not None:
+        graph = unfold_run(graph, number)
+    return graph
 
 
 @dataclass(frozen=True, slots=True)

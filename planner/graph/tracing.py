@@ -193,7 +193,7 @@ def _without_stochastic_depth(module: nn.Module) -> list[str]:
     """Keep every block: which ones a step leaves out is drawn anew each time."""
     found = False
     for child in module.modules():
-        if type(child).__name__ in _STOCHASTIC_DEPTHS:
+        if type(child).__name__.endswith(_STOCHASTIC_DEPTHS):
             for name in ("drop_prob", "p"):
                 found |= bool(getattr(child, name, 0.0))
                 if hasattr(child, name):
@@ -202,7 +202,7 @@ def _without_stochastic_depth(module: nn.Module) -> list[str]:
 
 
 _STOCHASTIC_DEPTHS = ("DropPath", "StochasticDepth")
-"""Names of its modules: each library has its own."""
+"""How names of its modules end: each library has its own."""
 
 
 def _prepare(module: fx.GraphModule) -> list[str]:
@@ -211,7 +211,7 @@ def _prepare(module: fx.GraphModule) -> list[str]:
     for node in list(module.graph.nodes):
         if node.op == "call_module" and not node.users:
             module.graph.erase_node(node)
-        elif node.target is aten.dropout.default and node.args[1] and node.args[2]:
+        elif node.target in (aten.dropout.default, aten.dropout_.default) and node.args[1] and node.args[2]:
             node.args, node.target = node.args[:2], dropout_operator()
         elif node.target in _DROPOUTS:
             node.replace_all_uses_with(node.args[0])
@@ -297,7 +297,10 @@ def _exact_absolute_error(x: Tensor, y: Tensor, reduction: int = 1) -> Tensor:
     return errors if reduction == 0 else errors.sum() if reduction == 2 else _exact_mean(errors)
 
 
-_DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
+_DROPOUTS = {
+    *(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
+    *(aten.dropout_.default, aten.feature_dropout_.default, aten.alpha_dropout_.default),
+}
 _EXACT: dict[Any, Callable[..., Tensor]] = {
     aten.mean.default: _exact_mean,
     aten.cross_entropy_loss.default: _exact_cross_entropy,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planner.graph import cache
 from planner.graph.attention import WRITTEN_OUT, with_attention
+from planner.graph.chain import with_cut_runs
 from planner.graph.fusion import with_fusion
 from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
@@ -139,6 +140,7 @@ def _capture(network: Network) -> OperatorGraph:
         graph = repeat(_as_asked(network, _few_blocks(network)), network.depth)
     else:
         graph = fold(_as_asked(network, _unfolded(network, None)))
+    graph = with_cut_runs(graph)
     return replace(graph, fingerprint=fingerprint(graph))
 
 

@@ -74,7 +74,7 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
     if at and not (stated.isdecimal() and 0 < int(stated) <= _LARGEST_SIDE):
         raise InputError(f"{spec}: behind {SIDE} stands the side of images, a whole number of at most {_LARGEST_SIDE}")
     made = _make(source, name, None)
-    side, channels = (int(stated),) * 2 if stated else _sides(made.model), _channels(made.model)
+    side, channels = (int(stated),) * 2 if stated else _sides(source, name, made.model), _channels(made.model)
     image = (channels, _FRAMES, *side) if source == "tv" and _kind(name) == "video" else (channels, *side)
     label = side if _segments(source, name) else ()
     parameters = sum(p.numel() for p in made.parameters())
@@ -136,13 +136,17 @@ def _segments(source: str, name: str) -> bool:
     return source == "tv" and _kind(name) == "segmentation"
 
 
-def _sides(model: Any) -> tuple[int, ...]:
-    """Height and width of images."""
+def _sides(source: str, name: str, model: Any) -> tuple[int, ...]:
+    """Height and width of images: those that the published weights were trained for, where the library says so."""
     given = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     if given:
         return tuple(int(side) for side in given[1:])
     side = getattr(model, "image_size", None)
-    return (side, side) if isinstance(side, int) else (_SIDE, _SIDE)
+    if isinstance(side, int):
+        return side, side
+    weights = next(iter(import_module("torchvision.models").get_model_weights(name)), None) if source == "tv" else None
+    cropped = getattr(weights and weights.transforms(), "crop_size", [_SIDE])
+    return cropped[0], cropped[-1]
 
 
 def _channels(model: Any) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from planner.cost.work import traffic_sizes
-from planner.graph.chain import Chain, chain
+from planner.graph.chain import Chain, chain, uncut_run
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.amounts import MeshCase
 from planner.search.problem.costs import MeshCosts
@@ -287,13 +287,11 @@ class StageDecisions:
 
 
 def _check_runs(graph: OperatorGraph, cut: Chain) -> None:
-    units = [u.run for u in cut.units]
-    for number, run in enumerate(graph.runs):
-        if units.count(number) != 2:
-            raise UnsupportedError(
-                f"more than one tensor goes from one block of {run.prefix!r} to the next, so that they cannot be "
-                "planned one by one; unfold the graph"
-            )
+    if (number := uncut_run(graph, cut)) is not None:
+        raise UnsupportedError(
+            f"more than one tensor goes from one block of {graph.runs[number].prefix!r} to the next, so that they "
+            "cannot be planned one by one; unfold the graph"
+        )
 
 
 def axis_names(mesh: Mesh) -> tuple[str, ...]:

@@ -204,6 +204,20 @@ class _Losses(_Plain):
         )
 
 
+class _Inplace(_Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.layer(x)).square().mean()
+
+
+def test_dropout_in_place_is_dropout() -> None:
+    graph = capture_module(_Inplace, (InputSpec(name="x", kind="features", shape=(4,)),), name="mine", twice=True)
+    assert [node.op for node in graph.nodes].count(DROPOUT) == 2
+
+
 def test_mean_losses_hold_at_every_batch_with_the_masks_of_the_graph() -> None:
     inputs = (
         InputSpec(name="x", kind="features", shape=(4,)),

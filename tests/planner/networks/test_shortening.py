@@ -13,6 +13,8 @@ from planner.graph.folding import fold, unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks.python_factory import network_of
 from planner.networks.shortening import KEPT, Shortened, shorten
+from planner.planning.planning import plan_network
+from planner.plans.request import PlanRequest
 
 
 def test_equal_blocks_at_the_end_of_a_list_are_left_out() -> None:
@@ -133,3 +135,30 @@ def test_blocks_that_refer_to_others_than_their_neighbours_are_captured_whole() 
             return x.square().sum() / x.numel()
 
     assert_whole(Skipping((0, 1) * 10), torch.zeros(2, 3))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.inner(y), torch.tanh(x) + y
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(3, 4), nn.ModuleList(Pair() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = y = self.first(x)
+        for layer in self.layers:
+            x, y = layer(x, y)
+        return (x * y).square().sum() / x.numel()
+
+
+def test_blocks_that_hand_two_tensors_to_each_other_are_written_out() -> None:
+    network = network_of(Pairs(), torch.zeros(2, 3))
+    assert not network.capture().runs
+    assert plan_network(PlanRequest(network=network, hardware="dgx-a100", devices=2, global_batch=4)).candidates
