@@ -18,6 +18,7 @@ copies, gradient accumulators and what the forward pass saves for the backward o
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -279,7 +280,9 @@ def node_rules(problem: Problem, solution: Solution) -> tuple[dict[str, NodeRule
         rules = [_rules(problem, run.first, solution.assignment, run)]
         for place, state in enumerate(states):
             alike = place > 0 and state == states[place - 1]
-            rules.append(rules[-1] if alike else _rules(problem, run.second, state, run))
+            # What several blocks share stands outside the layers.
+            every = ChainMap(dict(state), dict(solution.assignment))
+            rules.append(rules[-1] if alike else _rules(problem, run.second, every, run))
         for same, members in groupby(enumerate(rules), key=lambda item: item[1]):
             numbers = [i for i, _ in members]
             layers.append(

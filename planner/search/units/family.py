@@ -12,6 +12,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.search.exact.blocks import TooWideError
 from planner.search.problem.amounts import AmountLedger, Amounts, MeshCase
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import States
@@ -26,7 +27,7 @@ from planner.search.units.records import (
     rows_of,
 )
 from planner.search.units.stage_decisions import TENSOR, StageDecisions, axis_names
-from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
+from planner.search.units.stage_shape import WIDEST, KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
 from planner.search.units.unit_terms import UnitTerms, unit_terms
 from planner.sharding.inner_messages import inner_messages
 from planner.sharding.placement import REPLICATE
@@ -35,6 +36,8 @@ from simulator.errors import InputError
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+MOST_DIMS = 58
+"""Tied parameters that tables of numpy have dims for, beside six more."""
 MOST_NUMBERS = 4_000_000
 """Most entries of tables that are worked out at once."""
 KEEPS_ALL = RECOMPUTE.index("none")
@@ -366,6 +369,13 @@ class Family:
         What computes again then takes no less than what does not: where that is allowed, it is the least alone. Arrays
         have shape (cases, states of shared stations …, entries, exits).
         """
+        placements = prod(len(self.wide.states(v)) for v in self.source.shared)
+        if placements > WIDEST or len(self.source.shared) > MOST_DIMS:
+            raise TooWideError(
+                f"{len(self.source.shared)} parameters that several blocks share can lie in {placements:.1e} ways "
+                f"where {' and '.join(self.wide.names)} axes cut them: there pipelines, recomputation and sharded "
+                "states are bounded, not searched; --pin tp=1 leaves fewer"
+            )
         modes = self.options.modes
         modes = modes if KEEPS_ALL not in modes else (KEEPS_ALL,)
         rows = np.concatenate([rows_of(weighting, modes) for weighting in weights])

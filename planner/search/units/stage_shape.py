@@ -26,7 +26,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 WIDEST = 2**19
-"""Entries of the largest table that orders the variables of a unit."""
+"""Entries of the largest table that orders the variables of a unit, and placements of all tied parameters together."""
 ENTRY, EXIT = -1, -2
 """Variables of a unit that stand for the boundary states at its ends."""
 

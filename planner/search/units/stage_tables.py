@@ -24,6 +24,8 @@ from planner.sharding.placement import Placements
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+TOGETHER = 2**16
+"""Placements of all tied parameters that are tried together, at most."""
 KEPT_PRICES = (5.0, 20.0, 80.0)
 """What a byte costs that is kept, in bytes that the device could move meanwhile: between those of a kernel that is run
 again for it and of a product."""
@@ -184,11 +186,21 @@ class Stage:
         """Minimise the weighted sum over the whole network: no plan with this stage mesh and micro-batch is cheaper.
 
         Exact over all strategies, recompute modes, boundary states and placements of tied parameters, whose elements
-        count once: by min-plus products with the way back.
+        count once: by min-plus products with the way back. Where tied parameters have more than `TOGETHER` placements,
+        each lies as is best for the units that read it, whatever the others do.
         """
         rows = rows_of(weights, self.options.modes)
         tables, found = self.tables(rows)
         shape = tuple(len(self.parts.states(v)) for v in self.shared)
+        lie: dict[int, int] = {}
+        if prod(shape) > TOGETHER:
+            for axis, (station, size) in enumerate(zip(self.shared, shape, strict=True), 1):
+                least = np.zeros(size)
+                for table in tables:
+                    least += np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1).min(axis=1)
+                lie[station] = int(least.argmin())
+                tables = [t.take([lie[station] if t.shape[axis] > 1 else 0], axis=axis) for t in tables]
+            shape = (1,) * len(shape)
         flat, modes = [], []
         for table in tables:
             full = np.broadcast_to(table, (len(rows), *shape, *table.shape[-2:]))
@@ -214,14 +226,14 @@ class Stage:
             entries.append(state)
         entries.reverse()
         exits.reverse()
-        shared = dict(zip(self.shared, np.unravel_index(common, shape), strict=True)) if shape else {}
+        if shape and not lie:
+            lie = dict(zip(self.shared, map(int, np.unravel_index(common, shape)), strict=True))
         chosen = [int(modes[n][common, e, x]) for n, e, x in zip(self.chain.positions, entries, exits, strict=True)]
         made: dict[tuple[int, int, int, int], Mapping[int, int]] = {}
-        states = {v: int(s) for v, s in shared.items()}
         keys = list(zip(self.chain.positions, chosen, entries, exits, strict=True))
         for key in keys:
             if key not in made:
-                made[key] = self._assignment(key, found, states)
+                made[key] = self._assignment(key, found, lie)
         return Minimum(
             value=float(value[common, 0]),
             entries=tuple(entries),

@@ -162,3 +162,35 @@ def test_blocks_that_hand_two_tensors_to_each_other_are_written_out() -> None:
     network = network_of(Pairs(), torch.zeros(2, 3))
     assert not network.capture().runs
     assert plan_network(PlanRequest(network=network, hardware="dgx-a100", devices=2, global_batch=4)).candidates
+
+
+class Reused(nn.Module):
+    def __init__(self, product: nn.Linear, *, relu: bool) -> None:
+        super().__init__()
+        self.product, self.relu = product, relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (torch.relu if self.relu else torch.tanh)(self.product(x))
+
+
+class Twice(nn.Module):
+    """Every product stands in two blocks that are far from each other."""
+
+    def __init__(self, products: int) -> None:
+        super().__init__()
+        shared = [nn.Linear(4, 4) for _ in range(products)]
+        self.down, self.up = (
+            nn.ModuleList(Reused(product, relu=n % 3 == side) for n, product in enumerate(shared)) for side in (0, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.down, *self.up):
+            x = block(x)
+        return x.square().sum() / x.numel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("products", [10, 31])
+def test_parameters_that_many_blocks_share_are_planned(products: int) -> None:
+    network = network_of(Twice(products), torch.zeros(2, 4))
+    assert plan_network(PlanRequest(network=network, hardware="dgx-a100", devices=2, global_batch=4)).candidates
