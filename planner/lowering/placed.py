@@ -146,7 +146,7 @@ class PlacedGraph:
                     (REPLICATE,) * len(node.tensor_inputs), (REPLICATE,) * len(node.outputs), splits_work=False
                 )
                 self.rules.append((everywhere,) * axes)
-            elif node.name in layerwise or (node.role is Role.PARAMETER and node.name not in rules):
+            elif node.name in layerwise or (node.role in (Role.PARAMETER, Role.INPUT) and node.name not in rules):
                 # its own on each rank, or read by nothing, so that no search has placed it
                 self.rules.append((Rule((), (REPLICATE,), splits_work=False),) * axes)
             elif options.exchange.data and len(self.rules) in places:

@@ -313,6 +313,7 @@ class RotaryTable(nn.Module):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
+        self.config = config
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.base = float(config.rope_parameters["rope_theta"])
 

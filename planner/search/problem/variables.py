@@ -303,19 +303,19 @@ def _agreeing(graph: OperatorGraph, nodes: tuple[int, ...]) -> Iterator[Choice]:
         ref for i in nodes for ref in graph.nodes[i].tensor_inputs if graph.nodes[ref.node].role is Role.CONSTANT
     }
 
-    def extend(position: int, rules: tuple[Rule, ...], placed: dict[TensorRef, Placement]) -> Iterator[Choice]:
-        if position == len(nodes):
-            if _gradients_follow(graph, placed, group):
-                reads = {r: p for r, p in placed.items() if r.node not in group and r not in constants}
-                writes = {r: p for r, p in placed.items() if r.node in group}
-                yield Choice(rules=rules, reads=reads, writes=writes)
-            return
-        for rule in tables[position]:
-            agreed = _agree(graph.nodes[nodes[position]], nodes[position], rule, placed, constants)
-            if agreed is not None:
-                yield from extend(position + 1, (*rules, rule), agreed)
-
-    yield from extend(0, (), {})
+    found: list[tuple[tuple[Rule, ...], dict[TensorRef, Placement]]] = [((), {})]
+    for index, table in zip(nodes, tables, strict=True):
+        found = [
+            ((*rules, rule), agreed)
+            for rules, placed in found
+            for rule in table
+            if (agreed := _agree(graph.nodes[index], index, rule, placed, constants)) is not None
+        ]
+    for rules, placed in found:
+        if _gradients_follow(graph, placed, group):
+            reads = {r: p for r, p in placed.items() if r.node not in group and r not in constants}
+            writes = {r: p for r, p in placed.items() if r.node in group}
+            yield Choice(rules=rules, reads=reads, writes=writes)
 
 
 def _agree(

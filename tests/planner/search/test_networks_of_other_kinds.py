@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from planner.cost.work import optimizer
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
+from planner.networks.python_factory import network_of
+from planner.planning.planning import plan_network
 from planner.plans.plan import NodeRules
+from planner.plans.request import PlanRequest
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.problem import Problem, Setting, node_rules
@@ -52,3 +57,20 @@ def test_u_shapes_are_planned(samples: int) -> None:
     rules, seconds = best(network, samples)
     assert seconds <= best(network, samples, batch_only=True)[1]
     assert {node.name for node in network.nodes if node.role is not Role.CONSTANT} == rules.keys()
+
+
+class Joined(nn.Module):
+    """A product cut into columns that are joined again; the second input is read by nothing."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, columns), nn.Linear(columns, 2)
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.cat(self.first(x).split(1, dim=1), 1)).square().sum() / x.shape[0]
+
+
+@pytest.mark.parametrize("columns", [3, pytest.param(995, marks=pytest.mark.slow)])
+def test_operators_with_many_gradients_and_inputs_that_nothing_reads_are_planned(columns: int) -> None:
+    network = network_of(Joined(columns), (torch.zeros(2, 4), torch.zeros(2, 3)))
+    assert plan_network(PlanRequest(network=network, hardware="dgx-a100", devices=2, global_batch=4)).candidates
