@@ -33,7 +33,12 @@ from planner.published.pinned import MEMORY, OWN_SAMPLES, PinnedRun, pinned_run
 from planner.published.predictions import RECOMPUTED, RunFailedError, recomputing
 from planner.published.reading import MeasuredRow
 from planner.sharding.placement import placement_name
-from simulator.calibration.process import available_cores, children_killed_on_error, stopped_children_killed
+from simulator.calibration.process import (
+    available_cores,
+    children_killed_on_error,
+    end_with_parent,
+    stopped_children_killed,
+)
 from simulator.errors import InputError, MeshwrightError
 from simulator.profiles import load_profile, profile_text
 from simulator.whole_file import write_whole
@@ -244,7 +249,7 @@ def _predicted(wanted: Sequence[Wanted], cores: int) -> Iterator[tuple[Wanted, O
             with (
                 suppress(BrokenProcessPool),
                 stopped_children_killed(),
-                ProcessPoolExecutor(cores, context) as pool,
+                ProcessPoolExecutor(cores, context, end_with_parent) as pool,
                 children_killed_on_error(),
             ):
                 try:

@@ -9,6 +9,8 @@ import os
 import random
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
@@ -210,6 +212,29 @@ def test_processes_that_are_stopped_or_die_leave_their_runs_to_this_one(
     hitting.join()
     assert found == predict_planned(runs, cores=1)
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+@pytest.mark.skipif(process.available_cores() < 2, reason="one core predicts alone")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_of_validate_end_with_it(number: signal.Signals, tmp_path: Path) -> None:
+    path = write_measurements(tmp_path / "rows.csv", *({**PIPELINE, "n_layers": n} for n in ("4", "6", "8", "10")))
+    validate = subprocess.Popen([sys.executable, "-m", "meshwright", "validate", str(path)], stdout=subprocess.DEVNULL)
+
+    def started() -> list[int]:
+        found = Path(f"/proc/{validate.pid}/task/{validate.pid}/children").read_text().split()
+        return [int(pid) for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    while not (children := started()):
+        assert validate.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.0)  # until they have begun
+    validate.send_signal(number)
+    validate.wait(30)
+    until = time.monotonic() + 10
+    while any(process.process_state(pid) not in ("", "Z") for pid in children):
+        assert time.monotonic() < until, "a process was left"
+        time.sleep(0.05)
 
 
 def test_an_error_kills_the_children_that_were_started_meanwhile() -> None:
