@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -219,15 +219,20 @@ def _segments(placed: _PlacedRow) -> list[_Segment]:
     keys = [_key(path, 1) for path in modules]
     if not any(keys):
         heavy = [m for i, m in zip(placed.order, modules, strict=True) if placed.graph.nodes[i].kernel in _HEAVY]
-        depth = len(_common([m.split(".") for m in heavy if m]))
+        depth = len(common_parts([m for m in heavy if m]))
         keys = [".".join(path.split(".")[: depth + 1]) for path in modules]
         return _grouped(keys, 0)
     return _refined(placed, modules, _marked(placed, _grouped(keys, 0)), 2)
 
 
-def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+def common_parts(paths: Iterable[str]) -> list[str]:
+    """Return the names that module paths begin with alike.
+
+    >>> common_parts(["blocks.3.norm", "blocks.3.mlp.up"])
+    ['blocks', '3']
+    """
     shared: list[str] = []
-    for names in zip(*paths, strict=False):
+    for names in zip(*(path.split(".") for path in paths), strict=False):
         if len(set(names)) > 1:
             break
         shared.append(names[0])

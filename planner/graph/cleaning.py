@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from planner.graph.capture_errors import user_source
+from planner.graph.chain import common_parts
 from planner.graph.operator_graph import Argument, BatchSize, TensorRef, TensorSpec
 from simulator.errors import NetworkError, UnsupportedError
 
@@ -146,23 +147,13 @@ def _recorded(node: fx.Node) -> str | None:
 
 
 def _sum_path(paths: Sequence[str]) -> str:
-    common, block = _common(paths), block_of(paths[-1])
+    common, block = ".".join(common_parts(paths)), block_of(paths[-1])
     return common if not block or (common + ".").startswith(block + ".") else block
 
 
 def _reader_path(paths: Sequence[str]) -> str:
     blocks = {block_of(path) for path in paths}
-    return _common(paths) if len(blocks) == 1 and "" not in blocks else ""
-
-
-def _common(paths: Sequence[str]) -> str:
-    parts = [path.split(".") for path in paths]
-    common: list[str] = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        common.append(level[0])
-    return ".".join(common)
+    return ".".join(common_parts(paths)) if len(blocks) == 1 and "" not in blocks else ""
 
 
 def unique_name(name: str, taken: dict[str, int]) -> str:

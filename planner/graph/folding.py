@@ -90,15 +90,15 @@ def _candidates(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple
     row: list[_Nodes] = []
     previous: tuple[Signature, ...] = ()
     for block in [*_blocks(graph, level), None]:
-        signature = () if block is None else tuple(_signature(graph.nodes[i]) for i in block.nodes)
+        alike = () if block is None else tuple(signature(graph.nodes[i]) for i in block.nodes)
         follows = block and row and block.prefix == row[-1].prefix and block.index == row[-1].index + 1
-        if follows and signature == previous:
+        if follows and alike == previous:
             row.append(block)  # type: ignore[arg-type]
             continue
         if len(row) >= minimum:
             yield row
         row = [] if block is None or (block.prefix, block.index) in tried else [block]
-        previous = signature
+        previous = alike
 
 
 def _blocks(graph: OperatorGraph, level: int) -> list[_Nodes]:
@@ -128,10 +128,20 @@ def _indexed_module(path: str, level: int) -> tuple[str, int] | None:
     return ".".join(parts[:place]), int(parts[place])
 
 
-def _signature(node: Node) -> Signature:
+def signature(node: Node) -> Signature:
     """Everything of a node but its names and what it refers to."""
     values = (_shape_of(node.args), tuple((key, _shape_of(value)) for key, value in node.kwargs))
-    return (node.op, node.role, node.phase, node.kernel, node.outputs, node.flops, node.moved, *values)
+    return (
+        node.op,
+        node.role,
+        node.phase,
+        node.kernel,
+        node.outputs,
+        node.flops,
+        node.product_dtype,
+        node.moved,
+        *values,
+    )
 
 
 def _shape_of(argument: Argument) -> object:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.graph.operator_graph import Argument, Node, OperatorGraph, Parameter, Role, Run, TensorRef, TensorSpec
 from simulator.program import Phase
+
+Table = Sequence[int] | Mapping[int, int]
+"""New numbers of nodes by their old ones."""
 
 
 def unfold(graph: OperatorGraph) -> OperatorGraph:
@@ -127,11 +130,11 @@ class _Unfolding:
             if block > 0:
                 position = self.second[index]
                 template = own[position] if block == last else middle[position]
-                yield _copy(template, tables[block], len(self.heads[1]), self.heads[block])
+                yield copy_node(template, tables[block], len(self.heads[1]), self.heads[block])
             elif index in self.first:
-                yield _copy(nodes[index], self.layout.place, outputs=self._outputs(index))
+                yield copy_node(nodes[index], self.layout.place, outputs=self._outputs(index))
             else:
-                yield _copy(nodes[index], self.outside)
+                yield copy_node(nodes[index], self.outside)
 
     def _outputs(self, index: int) -> tuple[TensorSpec, ...]:
         """Outputs of a node of the first block: the objects of those behind it, where both read and write the same."""
@@ -197,7 +200,7 @@ def _renumber(ref: TensorRef, table: Sequence[int]) -> TensorRef:
     return TensorRef(table[ref.node], ref.output)
 
 
-def renumber_argument(argument: Argument, table: Sequence[int]) -> Argument:
+def renumber_argument(argument: Argument, table: Table) -> Argument:
     """Replace every node index in an argument by its entry in `table`."""
     if isinstance(argument, TensorRef):
         return TensorRef(table[argument.node], argument.output)
@@ -206,9 +209,9 @@ def renumber_argument(argument: Argument, table: Sequence[int]) -> Argument:
     return argument
 
 
-def _copy(
+def copy_node(
     node: Node,
-    table: Sequence[int],
+    table: Table,
     old_head: int = 0,
     head: str = "",
     outputs: tuple[TensorSpec, ...] | None = None,

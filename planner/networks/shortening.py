@@ -9,11 +9,11 @@ is written out (`planner.graph.assembling`). Where a block refers to others than
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from planner.graph.assembling import ENDS, assembled
+from planner.graph.assembling import ENDS, assembled, place_in
 from planner.graph.folding import fold, run_start
 from planner.graph.operator_graph import OperatorGraph
 
@@ -145,14 +145,14 @@ def lengthened(graph: OperatorGraph, lists: Mapping[str, Shortened]) -> Operator
     """
     whole: OperatorGraph | None = graph
     for path, one in lists.items():
-        if whole is not None and not one.ends_alike and any(_blocks_of(path, whole)):
+        if whole is not None and not one.ends_alike and _blocks_of(path, whole):
             whole = assembled(whole, path, one.kept, one.kinds)
     if whole is None:
         return None
     folded = fold(whole)
     counts = {}
     for path, one in lists.items():
-        if not one.ends_alike or not any(_blocks_of(path, graph)):
+        if not one.ends_alike or not _blocks_of(path, graph):
             continue
         runs = [n for n, run in enumerate(folded.runs) if run.prefix == path]
         if len(runs) != 1:
@@ -166,10 +166,6 @@ def lengthened(graph: OperatorGraph, lists: Mapping[str, Shortened]) -> Operator
     )
 
 
-def _blocks_of(path: str, graph: OperatorGraph) -> Iterator[int]:
-    """Yield the numbers of a list's blocks, once for each node."""
-    for node in graph.nodes:
-        if node.module.startswith(f"{path}."):
-            number = node.module[len(path) + 1 :].partition(".")[0]
-            if number.isdigit():
-                yield int(number)
+def _blocks_of(path: str, graph: OperatorGraph) -> set[int]:
+    """Numbers of the blocks of a list that are in a graph."""
+    return {number for node in graph.nodes if (number := place_in(node.module, path)) is not None}

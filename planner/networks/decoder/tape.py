@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from planner.graph.chain import common_parts
 from planner.graph.operator_graph import Argument, BatchSize, Node, Role, TensorRef, TensorSpec
 from simulator.program import Kernel, Phase
 
@@ -280,12 +281,6 @@ def _spec(shape: TensorShape) -> TensorSpec:
 
 def _sum_path(paths: list[str]) -> str:
     """Path of the module that both summands share, not above the block of the later one."""
-    parts = [path.split(".") for path in paths]
-    common: list[str] = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        common.append(level[0])
-    later = parts[-1]
+    later = paths[-1].split(".")
     block = next((place + 1 for place, part in enumerate(later) if place and part.isdigit()), 0)
-    return ".".join(later[: max(len(common), block)])
+    return ".".join(later[: max(len(common_parts(paths)), block)])

@@ -273,8 +273,13 @@ def constrained(problem: Problem, hints: Sequence[Hint]) -> Problem:
     InputError, UnsupportedError
         As `allowed_states`.
     """
+    return _with_states(problem, allowed_states(problem.parts, hints))
+
+
+def _with_states(problem: Problem, states: Mapping[int, NDArray[np.bool_]]) -> Problem:
+    """The problem in which the variables that are given take allowed states only."""
     unary = list(problem.unary)
-    for variable, allowed in allowed_states(problem.parts, hints).items():
+    for variable, allowed in states.items():
         unary[variable] = Cost(np.where(allowed, unary[variable].time, np.inf), unary[variable].memory)
     result = copy.copy(problem)
     result.unary = tuple(unary)
@@ -348,12 +353,7 @@ FREE_AXES = frozenset({"tensor"})
 
 def rest_by_data(problem: Problem, configured: Collection[int]) -> Problem:
     """The problem in which every operator that is not configured shards the batch (`states_by_data`)."""
-    unary = list(problem.unary)
-    for number, allowed in states_by_data(problem.parts, configured).items():
-        unary[number] = Cost(np.where(allowed, unary[number].time, np.inf), unary[number].memory)
-    result = copy.copy(problem)
-    result.unary = tuple(unary)
-    return result
+    return _with_states(problem, states_by_data(problem.parts, configured))
 
 
 def states_by_data(parts: Parts, configured: Collection[int]) -> dict[int, NDArray[np.bool_]]:
