@@ -1,4 +1,4 @@
-"""What is built in, networks and hardware profiles, what is calibrated, and how far off predictions are."""
+"""Tables of built-in networks and hardware profiles, of calibrations, and of the accuracy of predictions."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def software_details(found: dict[str, Any], rows: Sequence[dict[str, str]]) -> I
 
 
 def calibration_report(hardware: Hardware, path: str) -> Iterable[RenderableType]:
-    """What `meshwright calibrate` measured, in short."""
+    """Summary of what `meshwright calibrate` measured."""
     yield Text(f"{hardware.name}: {hardware.description}", style="bold")
     peaks = ", ".join(
         f"{dtype} {rate_text(flops, '').removesuffix(' /s')}FLOP/s"
@@ -122,7 +122,7 @@ def calibration_report(hardware: Hardware, path: str) -> Iterable[RenderableType
 
 
 def fitted_report(fit: ProfileFit, path: str) -> Iterable[RenderableType]:
-    """What `meshwright calibrate --from-measurements` fitted for one profile."""
+    """Numbers that `meshwright calibrate --from-measurements` fitted for one profile."""
     yield Text(f"{fit.profile}: {len(fit.fields)} numbers written to {path}", style="bold")
     table = plain_table(
         ("fit", "text"), ("rows", "number"), ("median error", "number"), ("p90", "number"), ("before", "number")

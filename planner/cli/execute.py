@@ -124,7 +124,7 @@ class ExecuteArguments:
         return SlowOptions.read(self.stragglers, self.slowdown, self.slow_link or (), seed=self.seed or 0)
 
     def options(self) -> ExecuteOptions:
-        """What to run and how, with defaults for what was not given."""
+        """Options of the run, with defaults for those not given."""
         from planner.execution.options import ExecuteOptions
 
         given: dict[str, Any] = {one.name: getattr(self, one.name, None) for one in fields(ExecuteOptions)}

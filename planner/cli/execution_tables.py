@@ -75,13 +75,13 @@ def execution_report(report: ExecutionReport, out: Path | None) -> Iterable[Rend
 
 
 NAMED = 3
-"""So many rows are named as the reasons."""
+"""Rows that are named as reasons, at most."""
 NEGLIGIBLE = 0.01
 """A row below this part of the step is no reason."""
 
 
 def comparison_report(comparison: Comparison, trace: Path | None) -> Iterable[RenderableType]:
-    """What `meshwright execute --measure` prints beneath the result."""
+    """Comparison that `meshwright execute --measure` prints beneath the result."""
     yield Padding(error_table(comparison), (1, 0, 1, 0))
     whole = sum(row.measured_s for row in comparison.errors)
     recorded = (

@@ -321,7 +321,7 @@ def _operator_text(name: str) -> str:
 
 
 def _ranks(plan: Plan, found: SimulatedPlan) -> Table:
-    """What every pipeline rank holds, and how long it works."""
+    """Table of the pipeline ranks: their units, how long they compute and wait, and their peak memory."""
     names = ("rank", "units", "computes", "idle", "peak memory")
     ranks = plain_table(*((name, "text" if name == "units" else "number") for name in names))
     for rank, memory in enumerate(found.memory):

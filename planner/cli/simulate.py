@@ -77,7 +77,7 @@ class SimulateArguments:
     trust_file: TrustFile = False
 
     def reliability(self) -> ReliabilityOptions:
-        """What is asked of slow ranks and failures.
+        """Options for slow ranks and failures.
 
         Raises
         ------

@@ -125,8 +125,8 @@ class LayeredParameters:
     memory, grouped
         Share of the memory bandwidth that pointwise kernels and grouped convolutions reach.
     columns_half, depth_half
-        Width and depth of a product at which its rate is half of that of a wide one. So many rows are also begun in
-        vain: tiles are computed whole.
+        Width and depth of a product at which its rate is half of that of a wide one. As many rows are computed
+        for nothing, because tiles are computed whole.
     outputs_half
         Outputs of a product that keep half of the device at work: fewer do not fill all its multiprocessors with tiles.
     kernel_s, launch_s

@@ -127,7 +127,10 @@ def arguments(config: TrainingConfig) -> dict[str, tuple[str, ...]]:
 
 
 def written_fields(config: TrainingConfig, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """What Megatron-LM and Megatron-Bridge say alike, by its `names` in either; a flag has no value."""
+    """Write the options that Megatron-LM and Megatron-Bridge share, under their `names` in one of them.
+
+    A flag has no value.
+    """
     found: dict[str, tuple[str, ...]] = {}
     if config.schedule == "interleaved_1f1b" and (config.micro_batches or 0) % (config.pp or 1):
         found["group"] = (str(interleaved_group(config.pp or 1, config.micro_batches or 1)),)
@@ -198,7 +201,7 @@ def _quoted(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What a file says: values by the `names` that it has for fields; a flag that is set has none."""
+    """The options of a file. `names` gives the option of each field; a flag that is set has no value."""
 
     values: Options
     names: Mapping[str, str]
@@ -259,7 +262,7 @@ def read(text: str, source: str) -> ReadConfig:
 def read_fields(
     said: Said, devices: int | None, sizes: Mapping[str, int | str], *, usual: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What Megatron-LM and Megatron-Bridge say alike; `usual` are degrees that are not said."""
+    """Read the options that Megatron-LM and Megatron-Bridge share; `usual` has the degrees that a file may leave out."""
     found: dict[str, Any] = {name: said.number(name) or usual.get(name) for name in NUMBERS}
     tensor, pipeline, context = (found[name] or 1 for name in ("tp", "pp", "cp"))
     virtual, layers = said.number("vpp") or 1, tuple[int, ...]()

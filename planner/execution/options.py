@@ -1,4 +1,4 @@
-"""What to run and how."""
+"""Options of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecuteOptions:
-    """What to run and how.
+    """Options of a run of a plan.
 
     ``processes`` must equal the plan's devices and may be left out. ``data`` names a data set
     (`planner.execution.data.samples.open_dataset`), ``precision`` replaces the plan's. Without a seed it is that of the

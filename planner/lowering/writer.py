@@ -221,7 +221,7 @@ class Writer:
 def message_task(
     name: str, phase: Phase, collective: Collective, axis: str, payload: float, dtype: str, **marks: Any
 ) -> Task:
-    """What times a message of so many bytes on an axis; `marks` are further fields of the task."""
+    """Fields that time a message of some bytes on an axis; `marks` are further fields of the task."""
     return Task(
         name=name,
         phase=phase,
@@ -237,7 +237,7 @@ def message_task(
 def packed_task(
     source: PlacedGraph, message: Communicate, name: str, phase: Phase, payload: float, dtype: str, **marks: Any
 ) -> Task:
-    """What times a message, with the bytes that are copied around it."""
+    """Fields that time a message, with the bytes that are copied around it."""
     axis = source.options.mesh.axes[message.axis].name
     copied = copied_bytes(message, payload, source.sizes[message.axis])
     marks |= {"copied_bytes": copied, "sharded": source.of_shards(message)}

@@ -21,7 +21,7 @@ from planner.search.patience import Patience
 from simulator.quantities import bytes_text
 
 SURE = 3
-"""So many of its plans are mostly simulated: others come from the search of operators."""
+"""Plans of it that are simulated in most cases; the others come from the search of operators."""
 
 
 class FoundConfigurations:
@@ -112,7 +112,7 @@ class FoundConfigurations:
 
 
 ROUNDS = 6
-"""So many limits are searched under at most."""
+"""Memory limits that a search is repeated under, at most."""
 NEAREST = 0.01
 """Limits that are no farther apart than this share of the memory are one."""
 

@@ -19,7 +19,7 @@ from planner.search.configurations.storage import Storages
 from planner.search.patience import Patience
 
 RESCORED = 5
-"""So many plans are simulated, however few are asked for: the best is the same."""
+"""Plans that are simulated at least, so that the best does not depend on how many are asked for."""
 
 
 class Simulated(Protocol):

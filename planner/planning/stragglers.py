@@ -124,7 +124,7 @@ def slow_cluster(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
 
 
 def slowest_devices(factors: FloatArray, count: int) -> dict[int, float]:
-    """So many ranks that compute longest, with their factors."""
+    """The given number of ranks that compute longest, with their factors."""
     chosen = np.argsort(-factors, kind="stable")[:count]
     return {int(rank): float(factors[rank]) for rank in np.sort(chosen)}
 

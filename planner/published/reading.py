@@ -141,6 +141,8 @@ def _run(row: FileRow, notes: list[str]) -> TrainingRun:
     hardware = hardware_for(row, notes)
     setup = read_setup(row, network, hardware, notes)
     run = TrainingRun(network=network, setup=setup, hardware=hardware, assumed=tuple(dict.fromkeys(notes)))
+    if isinstance(network, TransformerShape) and network.hybrid:
+        return run  # the closed form of memory, which decides below, has no state-space layers
     if SIMULATORS_DEFAULT in notes:
         return _recomputing_where_needed(run)
     return _recomputing(run) if f"recomputation not stated: {Recompute.NONE}" in notes else run

@@ -34,7 +34,7 @@ def least_sums(before: FloatArray, costs: FloatArray, source: IntArray, group: I
 
 
 COLUMNS = 512
-"""So many columns at a time keep the rows at work in the first cache."""
+"""Columns that are worked on at a time, so that their rows stay in the first cache."""
 
 
 @njit(cache=True)

@@ -134,7 +134,7 @@ def step_bytes(setup: TrainingSetup, traits: MemoryTraits, shard: float) -> floa
 _family_of = lru_cache(maxsize=256)(family_of)
 
 GRACE_HOPPER_BYTES = 3.2 * GIBI
-"""What GH200 holds outside the allocator, communicators of any plan included: ``total_mb`` less ``reserved`` in runs of
+"""Memory of GH200 outside the allocator, with the communicators of any plan: ``total_mb`` less ``reserved`` in runs of
 Aceso on Alps, 3.8 GiB of four tensor ranks in a node, 2.9 and 3.1 GiB of 64 ranks with data and pipeline axes
 (``aceso_validation_clariden`` of github.com/eth-easl/sailor). The driver keeps more for memory that the processor
 shares, and buffers for Slingshot lie in the host."""

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCounts:
-    """So many of the first layers.
+    """How many layers, from the first one on, a key counts.
 
     Attributes
     ----------
-    key : who says so, as it is written in the file
+    key : the key, as the file has it
     rows : for each stage (one number stands for all) how many of its layers; with several rows one for each chunk of
         a stage. None stands for all layers.
     """

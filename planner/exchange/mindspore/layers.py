@@ -252,10 +252,10 @@ ALL_LAYERS = LayerCounts(key="swap_config", rows=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapRule:
-    """What of some layers goes to the host.
+    """A rule that moves activations of some layers to the host.
 
-    ``key`` says so; ``layers`` are their numbers, None for all; ``pattern`` is a regular expression for whole names of
-    modules and operators inside, "" for everything.
+    ``key`` is the key that sets it. ``layers`` are numbers of layers, None for all. ``pattern`` is a regular expression
+    for whole names of modules and operators inside a layer, "" for everything.
     """
 
     key: str
@@ -324,7 +324,7 @@ def _layer_numbers(key: str, value: Any) -> tuple[int, ...] | None:
 
 
 def swapped_layers(rules: Sequence[SwapRule], layer: Layer, count: int) -> dict[int, Swap]:
-    """What each of `count` equal layers has on the host, of those that have something.
+    """Layers, of `count` equal ones, that keep something on the host, and what they keep.
 
     Raises
     ------
