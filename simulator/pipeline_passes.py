@@ -24,7 +24,7 @@ Run = Callable[[TaskTable], tuple[FloatArray, FloatArray]]
 
 
 def following(table: TaskTable, last: IntArray, steps: int) -> TaskTable:
-    """Several steps one after the other; task t of step s with number ``s * tasks + t``.
+    """Several steps one after the other; task t of step s has number ``s * tasks + t``.
 
     Parameters
     ----------

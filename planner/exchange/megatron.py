@@ -262,7 +262,7 @@ def read(text: str, source: str) -> ReadConfig:
 def read_fields(
     said: Said, devices: int | None, sizes: Mapping[str, int | str], *, usual: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Read the options that Megatron-LM and Megatron-Bridge share; `usual` has the degrees that a file may leave out."""
+    """Read the options that Megatron-LM and Megatron-Bridge share; `usual` has degrees that a file may leave out."""
     found: dict[str, Any] = {name: said.number(name) or usual.get(name) for name in NUMBERS}
     tensor, pipeline, context = (found[name] or 1 for name in ("tp", "pp", "cp"))
     virtual, layers = said.number("vpp") or 1, tuple[int, ...]()
