@@ -179,9 +179,10 @@ def end_with_parent() -> None:
     libc = _libc()
     if libc is not None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it was gone before
-        os.kill(os.getpid(), signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        # The parent may have been gone before; without /proc nobody can tell.
+        if parent is not None and process_state(os.getpid()) and process_state(parent.pid or 0) in ("", "Z"):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _die_with_launcher(stopped_launcher: Callable[[], None]) -> None:
