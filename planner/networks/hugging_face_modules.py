@@ -255,14 +255,15 @@ def _simplify(model: nn.Module, config: PreTrainedConfig, length: int) -> None:
         children: list[tuple[str, Any]] = list(parent.named_children())
         for name, child in children:
             class_name = type(child).__name__
+            if class_name == "DeepseekV2RotaryEmbedding":  # tables instead of complex numbers
+                child = DeepseekV3RotaryEmbedding(cast(Any, config))
+                setattr(parent, name, child)
             if class_name == "GPT2Attention":
                 setattr(parent, name, SeparateAttention(config))
             elif class_name.endswith("RMSNorm") and _is_plain_norm(child):
                 setattr(parent, name, RootMeanSquareNorm(child.weight.shape[0], child.variance_epsilon))
             elif class_name.endswith("RotaryEmbedding") and _plain_rotary(child):
                 setattr(parent, name, RotaryTable(child.config))
-            elif class_name == "DeepseekV2RotaryEmbedding":
-                setattr(parent, name, DeepseekV3RotaryEmbedding(cast(Any, config)))  # tables instead of complex numbers
             elif isinstance(child, NewGELUActivation):
                 setattr(parent, name, nn.GELU(approximate="tanh"))
             elif class_name == "MixtralTopKRouter":
