@@ -12,18 +12,18 @@ from planner.cost.memory.parameters import parameter_count
 from planner.networks import load_network
 from planner.planning.software_memory import shape_of
 
-LENGTH = 64
+LENGTH = 8
 SMALL: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 2048,
     "max_position_embeddings": 128,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LATENT: dict[str, Any] = SMALL | EXPERTS | {
-    "model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "model_type": "deepseek_v3", "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
 }  # fmt: skip
-ROUTED: dict[str, Any] = SMALL | EXPERTS | {"model_type": "qwen3_moe", "num_experts": 8, "num_key_value_heads": 2}
+ROUTED: dict[str, Any] = SMALL | EXPERTS | {"model_type": "qwen3_moe", "num_experts": 4, "num_key_value_heads": 2}
 
 
 def shape(folder: Path, config: dict[str, Any]) -> tuple[Any, int]:

@@ -271,7 +271,7 @@ def test_a_tight_memory_is_kept_by_every_candidate(tmp_path: Path, needs: int) -
     (docs/search.md, Certificates.) What is said of the bound must hold, and the gap must stay small.
     """
     limit = int(0.6 * needs)
-    result = planned(replace(TINY, hardware=small_profile(tmp_path, limit)))
+    result = planned(replace(TINY, hardware=small_profile(tmp_path, limit), sensitivity=False))
     assert result.candidates
     for candidate in result.candidates:
         assert candidate.prediction.device_memory_bytes == limit
@@ -292,17 +292,18 @@ def test_less_memory_never_makes_the_best_plan_faster(tmp_path: Path, tiny: Sear
 
 def test_what_does_not_fit_says_the_limit_the_excess_and_what_would_fit(tmp_path: Path) -> None:
     hardware = small_profile(tmp_path, 2 * 2**20)
-    result = planned(replace(TINY, hardware=hardware, devices=2))
+    request = replace(TINY, hardware=hardware, devices=2, pins=Pins(micro_batch=1))
+    result = planned(request)
     assert result.status is Status.INFEASIBLE
     assert result.candidates == ()
     assert "device memory binds" in result.infeasible
     assert "of 2.00 MiB" in result.infeasible
     assert "too much" in result.infeasible
-    brief = plan_network(replace(TINY, hardware=hardware, devices=2), changes=False).infeasible
+    brief = plan_network(request, changes=False).infeasible
     assert result.infeasible.startswith(f"{brief}; it would fit")
     words = result.infeasible.split()
     enough = int(words[words.index("on", words.index("fit")) + 1])
-    assert planned(replace(TINY, hardware=hardware, devices=enough)).candidates
+    assert planned(replace(request, devices=enough)).candidates
     assert enough == 3, "no count lies between"
 
 

@@ -78,7 +78,8 @@ def test_tokens_travel_to_experts_in_the_best_way_that_the_software_has() -> Non
     def planned(software: str, **pins: str) -> Candidate:
         request = replace(
             REQUEST, network="zoo:mixtral-8x7b", hardware="dgx-h100", devices=64, global_batch=256, top=1,
-            software=software, pins=Pins.read({"tp": "1", "pp": "1", "recompute": "none", **pins}),
+            software=software, sensitivity=False,
+            pins=Pins.read({"tp": "1", "pp": "1", "micro_batch": "1", "recompute": "none", **pins}),
         )  # fmt: skip
         return plan_network(request).candidates[0]
 
