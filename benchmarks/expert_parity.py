@@ -1,14 +1,14 @@
 """Plans that experts ship, pinned, and what the search finds for the same network with the same software.
 
     python -m benchmarks.expert_parity RECIPES.csv [--every N] [--only NAME,…] [--seconds S]
-                                       [--results FILE.jsonl] [--out PAGE.md]
+                                       [--pinned] [--results FILE.jsonl] [--out PAGE.md]
 
 Columns of the file are those of a Megatron-Bridge recipe: `recipe, model, task, gpus, hardware, precision`, degrees,
-batches, recomputation, layout and storage; a degree that it leaves out is 1. Each recipe is planned twice in a process
-of its own, under a limit of processor time: with every choice that it makes pinned, and with none. Both are timed as
-Megatron-Bridge runs them and with what it can run alone. Counted is how many recipes are expressible, fit, and are
-beaten. ``--every`` takes every Nth recipe, ``--only`` those whose names contain one of some words. ``--results``
-appends a line a recipe to a file and leaves out those that it has.
+batches, recomputation, layout and storage; a degree that it leaves out is 1. Each recipe is planned twice, each time in
+a process of its own under a limit of processor time: with every choice that it makes pinned, and with none (not with
+``--pinned``). Both are timed as Megatron-Bridge runs them and with what it can run alone. Counted is how many recipes
+are expressible, fit, and are beaten. ``--every`` takes every Nth recipe, ``--only`` those whose names contain one of
+some words. ``--results`` appends a line a recipe to a file and leaves out those that it has.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def config_of(recipe: Recipe) -> TrainingConfig:
     )  # fmt: skip
 
 
-def _planned(recipe: Recipe, folder: str) -> dict[str, Any]:
-    """What is predicted of a recipe, pinned and free."""
+def _planned(recipe: Recipe, free: bool, folder: str) -> dict[str, Any]:
+    """What is predicted of a recipe with its choices pinned, or of a free search."""
     said: dict[str, Any] = {"recipe": recipe["recipe"], "outcome": "planned"}
     try:
         write_network(recipe, folder)
@@ -140,15 +140,13 @@ def _planned(recipe: Recipe, folder: str) -> dict[str, Any]:
             top=1, sensitivity=False, software=SOFTWARE,
         )  # fmt: skip
         shared = SharedTables(capture_for(base))
+        if free:
+            ours = plan_network(base, shared=shared)
+            return _of("our", ours.candidates) or {"why": f"Free: {ours.infeasible}"}
         asked = pinned(config, base, shared.graph)
         said |= {"pins": asked.request.pins.named(), "notes": list(asked.notes)}
         theirs = plan_network(asked.request, shared=shared)
-        said |= {"fits": bool(theirs.candidates), "why": theirs.infeasible}
-        said |= {f"their_{key}": value for key, value in _of(theirs.candidates).items()}
-        ours = plan_network(base, shared=shared)
-        said |= {f"our_{key}": value for key, value in _of(ours.candidates).items()}
-        if not ours.candidates:
-            said["why"] += f" Free: {ours.infeasible}"
+        said |= {"fits": bool(theirs.candidates), "why": theirs.infeasible, **_of("their", theirs.candidates)}
     except MeshwrightError as error:
         said |= {"outcome": "refused", "why": str(error).replace(Path(folder).name, recipe["model"])}
     except Exception as error:  # noqa: BLE001 this is what is counted
@@ -156,17 +154,28 @@ def _planned(recipe: Recipe, folder: str) -> dict[str, Any]:
     return said
 
 
-def _of(candidates: Sequence[Candidate]) -> dict[str, Any]:
+def _both(recipe: Recipe, seconds: int, *, pinned_alone: bool) -> dict[str, Any]:
+    """Both predictions of a recipe, as far as the processor time goes."""
+    one = in_child(partial(_planned, recipe, False), seconds)
+    one = one or {"recipe": recipe["recipe"], "outcome": "limit", "why": f"over {seconds} s"}
+    if one["outcome"] == "planned" and not pinned_alone:
+        ours = in_child(partial(_planned, recipe, True), seconds) or {"why": f"Free: over {seconds} s"}
+        one |= {"our_processor_s" if name == "processor_s" else name: value for name, value in ours.items()}
+    return one
+
+
+def _of(whose: str, candidates: Sequence[Candidate]) -> dict[str, Any]:
     if not candidates:
         return {}
     plan, prediction = candidates[0].plan, candidates[0].prediction
-    return {
+    found = {
         "step_s": prediction.step_time_s,
         "peak_gib": prediction.peak_memory_bytes / 2**30,
         "gap": plan.certificate.gap,
         "plan": degrees_text(plan),
         "breakdown": {name: float(value) for name, value in prediction.breakdown.items()},
     }
+    return {f"{whose}_{key}": value for key, value in found.items()}
 
 
 _FASTER = 0.9
@@ -232,7 +241,8 @@ def main() -> None:
     parser.add_argument("recipes", type=Path)
     parser.add_argument("--every", type=int, default=1, help="take every Nth recipe")
     parser.add_argument("--only", default="", help="parts of names, with commas between them")
-    parser.add_argument("--seconds", type=int, default=300, help="processor time of one recipe")
+    parser.add_argument("--seconds", type=int, default=300, help="processor time of one search")
+    parser.add_argument("--pinned", action="store_true", help="search nothing freely")
     parser.add_argument("--results", type=Path, help="JSON lines that are read and appended to")
     parser.add_argument("--known", action="store_true", help="plan nothing more: the page of the results as they are")
     parser.add_argument("--out", default="", help="the page to write")
@@ -248,8 +258,7 @@ def main() -> None:
         if one is None and given.known:
             continue
         if one is None:
-            one = in_child(partial(_planned, row), given.seconds)
-            one = one or {"recipe": row["recipe"], "outcome": "limit", "why": f"over {given.seconds} s"}
+            one = _both(row, given.seconds, pinned_alone=given.pinned)
             print(json.dumps(one), flush=True)
             if given.results:
                 with given.results.open("a") as file:
@@ -258,6 +267,7 @@ def main() -> None:
     if given.out:
         taken = f" --every {given.every}" if given.every > 1 else ""
         taken += f" --only {given.only}" if given.only else ""
+        taken += " --pinned" if given.pinned else ""
         command = f"python -m benchmarks.expert_parity RECIPES.csv{taken}"
         write_whole(Path(given.out), page(found, command, len(rows[:: given.every])))
 
