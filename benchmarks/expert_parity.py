@@ -35,7 +35,7 @@ from simulator.errors import InputError, MeshwrightError
 from simulator.whole_file import write_whole
 
 Recipe = Mapping[str, str]
-SOFTWARE = "nemo"
+SOFTWARE = "nemo:expandable_segments=true,forced_balance=true"
 HARDWARE = {"h100": "dgx-h100", "b200": "dgx-b200", "b300": "dgx-b300", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72",
             "r100": "hgx-rubin"}  # fmt: skip
 _LENGTH, _LLAMA_LENGTH, _POSITIONS = 4096, 8192, 131_072
@@ -90,7 +90,7 @@ def write_network(recipe: Recipe, folder: str) -> None:
     kind, settings = NETWORKS[recipe["model"]]
     AutoConfig.for_model(kind, **settings | {"max_position_embeddings": _POSITIONS}).save_pretrained(folder)
     if recipe["task"] in ("peft", "lora"):
-        write_whole(Path(folder) / "adapter_config.json", ADAPTERS)
+        write_whole(Path(folder) / "adapter_config.json", json.dumps(ADAPTERS | {"target_modules": "all-linear"}))
 
 
 def config_of(recipe: Recipe) -> TrainingConfig:

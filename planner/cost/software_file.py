@@ -107,6 +107,8 @@ class MemoryHabits(Part):
     frozen_weight_bytes: NonNegative = 0.0
     recompute_activation_function: bool = False
     recompute_norms: bool = False
+    expandable_segments: bool = False
+    forced_balance: bool = False
     every_second_product: bool = False
     fused_loss: bool = False
     scripted_loss: bool = False

@@ -279,6 +279,14 @@ class TrainingSetup:
     """The output of the feed-forward network's activation function is computed again, whatever else is."""
     recompute_norms: bool = False
     """The norms' outputs, which a layer's products read, are computed again, whatever else is."""
+    expandable_segments: bool = False
+    """The allocator's segments grow (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``): blocks that are freed in
+    another order than they were allocated leave hardly any holes."""
+    forced_balance: bool = False
+    """Routers give every expert as many tokens (``--moe-router-force-load-balancing``)."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of a layer that ``selective`` recompute drops (Megatron's ``--recompute-modules``); none for the core of
+    attention."""
     vocabulary_parallel_loss: bool = True
     """The logits stay cut over ``tp`` in the loss; otherwise every tensor rank computes it on the whole vocabulary."""
     every_second_product: bool = False

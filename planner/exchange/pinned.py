@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from planner.exchange.training_config import CHEAP_MODULES, TrainingConfig
+from planner.exchange.training_config import TrainingConfig, cheap_modules
 from planner.graph.chain import chain
+from planner.graph.layer_parts import MODULES, in_parts
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks.marks import Marks
 from planner.plans.pins import Pins
@@ -119,18 +120,25 @@ def _layers(config: TrainingConfig, graph: OperatorGraph, notes: list[str]) -> t
         notes.append("chunks without layers are given some")
         sizes = ()
     mode = config.recompute
+    pins: dict[str, object] = {} if mode in (None, "mixed") else {"recompute": mode}
+    if mode == "selective" and config.recompute_modules and config.recompute_modules != cheap_modules(graph):
+        pins = _parts(config.recompute_modules, graph, notes)
     if mode == "mixed" or (sizes and not all(sizes)):
-        return _marked(config, graph, sizes, names), {} if mode in (None, "mixed") else {"recompute": mode}
-    pins: dict[str, object] = {"stage_layers": sizes} if sizes else {}
+        return _marked(config, graph, sizes, names), pins
     if config.recompute_count:
-        return None, {**pins, "recompute_layers": config.recompute_count * virtual}
-    if mode == "selective" and not {*(config.recompute_modules or ())} <= {*CHEAP_MODULES}:
-        modules = ",".join(config.recompute_modules or ())
-        notes.append(f"recompute_modules={modules}: norms and activations compute again")
-    if mode == "selective" and config.recompute_modules == CHEAP_MODULES[:1]:
-        mode = "none"  # fused attention keeps no scores that could be computed again
-        notes.append("core_attn alone: fused attention keeps nothing that could be computed again")
-    return None, pins if mode is None else {**pins, "recompute": mode}
+        pins = {"recompute_layers": config.recompute_count * virtual}
+    return None, {"stage_layers": sizes, **pins} if sizes else pins
+
+
+def _parts(modules: Sequence[str], graph: OperatorGraph, notes: list[str]) -> dict[str, object]:
+    """Pins of the parts of layers that compute again: those of them that the network has."""
+    parts = [name for name in modules if name in MODULES and in_parts(graph, [name])]
+    left = [name for name in modules if name not in parts]
+    if left == ["core_attn"]:
+        notes.append("core_attn: fused attention keeps nothing that could be computed again")
+    elif left:
+        notes.append(f"recompute_modules={','.join(left)}: no layer has such a part that could be computed again")
+    return {"recompute": "selective", "recompute_modules": tuple(parts)} if parts else {"recompute": "none"}
 
 
 def _marked(config: TrainingConfig, graph: OperatorGraph, sizes: Sequence[int], names: Sequence[str]) -> Marks:

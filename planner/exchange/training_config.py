@@ -267,6 +267,11 @@ def uneven(layers: tuple[int, ...]) -> tuple[int, ...]:
     return () if len(set(layers)) <= 1 else layers
 
 
+def cheap_modules(graph: OperatorGraph) -> tuple[str, ...]:
+    """What selective recomputation that names no parts of layers comes nearest to."""
+    return CHEAP_MODULES if experts_of(graph) else CHEAP_MODULES[:2]
+
+
 def _recomputed(plan: Plan, graph: OperatorGraph) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Mode of the network, modules of the selective one, and the mode of each layer where they differ."""
     from planner.graph.chain import chain
@@ -281,5 +286,4 @@ def _recomputed(plan: Plan, graph: OperatorGraph) -> tuple[str, tuple[str, ...],
     if len(set(found)) > 1:
         return "mixed", (), found
     mode = found[0]
-    cheap = CHEAP_MODULES if experts_of(graph) else CHEAP_MODULES[:2]
-    return mode, cheap if mode == "selective" else (), ()
+    return mode, (plan.recompute_modules or cheap_modules(graph)) if mode == "selective" else (), ()

@@ -219,7 +219,8 @@ class OperatorGraph:
     """Nodes in the order they execute, with the folded runs of equal blocks.
 
     ``batch_size`` is that of one micro-batch over the whole mesh, ``fusion`` what fuses operators, one of
-    `planner.graph.fusion`.
+    `planner.graph.fusion`, ``selective`` the parts of layers that selective recomputation computes again
+    (`planner.graph.layer_parts`), none for all that is cheap.
     """
 
     network: str
@@ -232,6 +233,7 @@ class OperatorGraph:
     runs: tuple[Run, ...] = ()
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
+    selective: tuple[str, ...] = ()
 
     def spec(self, ref: TensorRef) -> TensorSpec:
         """Shape and dtype of a tensor."""

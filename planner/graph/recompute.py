@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 from weakref import finalize
 
+from planner.graph.layer_parts import in_parts
 from planner.graph.operator_graph import Node, OperatorGraph, Role
 from simulator.errors import InputError
 from simulator.program import CONVOLUTIONS, Kernel, Phase
@@ -37,6 +38,8 @@ class KeptByGraph(Generic[Key, Made]):
         return made[key]
 
 
+_PARTS: KeptByGraph[tuple[str, ...], frozenset[int]] = KeptByGraph()
+
 MODES = ("none", "selective", "full")
 """From keeping everything to keeping only the input of each unit."""
 
@@ -50,7 +53,8 @@ def recomputed(graph: OperatorGraph, nodes: Iterable[int], mode: str) -> tuple[i
     They are what the unit's backward operators read, and what that is made of, back to what the mode keeps: in both
     modes everything from outside the unit (its input, parameters, batch, constants); in ``"selective"`` also the
     results of dear operators: products with parameters, convolutions, lookups and fused attention. Products of two
-    activations (scores of attention and what they weigh) run again, as in Korthikanti et al., arXiv:2205.05198.
+    activations (scores of attention and what they weigh) run again, as in Korthikanti et al., arXiv:2205.05198. Where
+    the graph names parts of layers (``selective``) these run again, whatever they cost, and nothing else.
 
     Parameters
     ----------
@@ -72,7 +76,9 @@ def recomputed(graph: OperatorGraph, nodes: Iterable[int], mode: str) -> tuple[i
         return ()
     inside = sorted(set(nodes))
     again = _trained_forward(graph, inside)
-    if mode == "selective":
+    if mode == "selective" and graph.selective:
+        again &= _PARTS.once(graph, graph.selective, lambda: in_parts(graph, graph.selective))
+    elif mode == "selective":
         made_of_parameters = _made_of_parameters(graph, inside)
         again = {i for i in again if not _is_dear(graph.nodes[i], made_of_parameters)}
     backward = (i for i in inside if graph.nodes[i].phase is Phase.BACKWARD)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from planner.cost.software import fusion_of
 from planner.graph.folding import block_index, template_name
+from planner.graph.layer_parts import with_selective
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import load_network
@@ -47,7 +48,8 @@ def checked_graph(
     With `even` every shard of a stored parameter has to be as large as the others, as execution needs.
     """
     dtype = precision_dtype(precision or plan.precision)
-    found = at_precision(at_batch(captured(plan, graph), plan.samples), dtype)
+    whole = with_selective(captured(plan, graph), plan.recompute_modules)
+    found = at_precision(at_batch(whole, plan.samples), dtype)
     check_rules(plan, found, even=even)
     return found
 

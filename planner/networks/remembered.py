@@ -99,7 +99,8 @@ def _parsed(module_name: str, spec: str) -> tuple[ast.Module | None, str]:
 
 
 def _found(name: str, places: list[str]) -> ModuleSpec | None:
-    found = PathFinder.find_spec(name, places)
+    # By its last part: of a whole name, the package must be imported where that has no __init__.py.
+    found = PathFinder.find_spec(name.rpartition(".")[2], places)
     if found is None and "." not in name:
         try:
             return importlib.util.find_spec(name)  # built into Python, or of a finder of its own

@@ -34,13 +34,15 @@ SIMULATED = frozenset(
         "offload_parameters",
         "copies",
         "recompute_messages",
+        "recompute_modules",
         "offload_activations",
         "stage_layers",
         "recompute_layers",
     }
 )
 """Pins whose cost only simulation tells: the closed form does not tell parameters apart, nor where on the host
-something is, nor what copies of a micro-batch hide, nor what units that compute again keep of messages."""
+something is, nor what copies of a micro-batch hide, nor what units that compute again keep of messages; what computes
+again in selective recomputation is one choice for a whole search."""
 CARRIERS = ("offload_optimizer", "offload_to", "offload_parameters")
 """Pins each of which has optimizer states on the host."""
 PinCost = tuple[str, float, str]

@@ -11,6 +11,7 @@ from planner.cost.software import as_run, exchange_of, fusion_of, norms_of
 from planner.cost.work import Optimizer, optimizer, state_bytes, trained_dtype
 from planner.graph.chain import Chain
 from planner.graph.experts import experts_of, experts_per_token
+from planner.graph.layer_parts import MODULES, in_parts
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.lowering.checked import precision_dtype
 from planner.networks import Network, load_network
@@ -106,7 +107,7 @@ def setting_of(
     _check_size(batch, request.devices, pins)
     bucket = USUAL if pins.bucket_mb is None else pins.bucket_mb * MIB
     started = time.perf_counter()
-    shared = shared or SharedTables(network.capture)
+    shared = (shared or SharedTables(network.capture)).selective(pins.recompute_modules or ())
     graph = shared.graph
     captured = time.perf_counter()
     if patience is not None:
@@ -138,6 +139,8 @@ def setting_of(
     check_host_tables(pins, graph, hardware)
     base = _base_plan(request, network, graph, profile, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
+    _check_parts(graph)
+    base |= {"recompute_modules": graph.selective}
     base |= {**travel, "expert_imbalance": request.expert_imbalance}
     base |= {"offload_to": pins.offload_to or "host", "offload_parameters": bool(pins.offload_parameters)}
     ruled = time.perf_counter()
@@ -191,6 +194,16 @@ def _check_size(batch: int, devices: int, pins: Pins) -> None:
         raise InputError(
             f"pin {name}={getattr(pins, name)} makes {fewest} micro-batches or more of global batch {batch}, and at "
             f"most {MOST_MICRO_BATCHES} are planned; pin larger micro-batches, or use a smaller --global-batch"
+        )
+
+
+def _check_parts(graph: OperatorGraph) -> None:
+    """InputError where a part of layers that is to compute again is in none of them."""
+    if missing := [name for name in graph.selective if not in_parts(graph, [name])]:
+        has = [name for name in MODULES if in_parts(graph, [name])]
+        raise InputError(
+            f"pin recompute_modules={'-'.join(graph.selective)}: no layer of the network has {missing[0]}; choose from "
+            f"{', '.join(has) or 'nothing: leave the pin out'}"
         )
 
 

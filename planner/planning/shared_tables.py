@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
 
+from planner.graph.layer_parts import with_selective
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.search.problem.unaligned import aligned, apart
@@ -83,12 +84,21 @@ class SharedTables:
     def __init__(self, graph: OperatorGraph | Callable[[], OperatorGraph]) -> None:
         self._given = graph
         self._precisions: dict[str, NetworkTables] = {}
+        self._selective: dict[tuple[str, ...], SharedTables] = {}
         self._apart: dict[tuple[str, tuple[int, ...]], NetworkTables] = {}
 
     @cached_property
     def graph(self) -> OperatorGraph:
         """The network; captured when it is first asked for."""
         return self._given if isinstance(self._given, OperatorGraph) else self._given()
+
+    def selective(self, modules: tuple[str, ...]) -> SharedTables:
+        """The same network, of which selective recomputation computes these parts of layers again."""
+        if modules == self.graph.selective:
+            return self
+        if modules not in self._selective:
+            self._selective[modules] = SharedTables(with_selective(self.graph, modules))
+        return self._selective[modules]
 
     def at(self, dtype: str) -> NetworkTables:
         """The network at a precision."""

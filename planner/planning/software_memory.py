@@ -158,6 +158,7 @@ def _setup(plan: Plan, graph: OperatorGraph, hardware: Hardware, shape: Transfor
         micro_batches=plan.micro_batches,
         schedule="1f1b" if plan.schedule == "none" else plan.schedule,
         stage_recompute=recomputed,
+        recompute_modules=plan.recompute_modules,
         optimizer_sharding=OptimizerSharding(plan.optimizer_sharding),
         shard_group=shared * ranks,
         sequence_parallel=plan.sequence_parallel,

@@ -20,6 +20,7 @@ PinValues = range | tuple[str, ...] | type[bool] | Callable[[str], object]
 """Values of a pin: whole numbers, words, true and false, or what a function reads."""
 Recompute = Literal["none", "selective", "full"]
 OptimizerSharding = Literal["none", "zero1", "zero2", "zero3"]
+RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 Schedule = Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v"]
 ContextAlgorithm = Literal["none", "ring", "all_to_all"]
 OffloadTo = Literal["host", "disk"]
@@ -60,6 +61,22 @@ def read_stage_layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def read_modules(text: str) -> tuple[str, ...]:
+    """Read parts of layers that compute again, ``mla_up_proj-mlp``; InputError where one is unknown.
+
+    >>> read_modules("mlp-layernorm")
+    ('layernorm', 'mlp')
+    """
+    names, known = tuple(sorted(set(text.split("-")))), get_args(RecomputeModule)
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"pin recompute_modules={text}: {name!r} is no part of a layer that can compute again; "
+                f"{nearest(name, known)}, several with - between: --pin recompute_modules=layernorm-mlp"
+            )
+    return names
+
+
 def _pin(values: PinValues) -> Any:
     return field(default=None, metadata={"values": values})
 
@@ -74,7 +91,8 @@ class Pins:
     memory or where ``offload_to`` says, ``offload_parameters`` whether parameters lie in its memory too,
     ``offload_activations`` whether what layers keep for the backward pass waits there, ``host_embeddings`` whether
     tables of embeddings lie there; ``recompute_messages`` whether messages of units that compute
-    again are sent again, which they are if nothing is said.
+    again are sent again, which they are if nothing is said. ``recompute_modules`` are the parts of layers that
+    ``selective`` computes again (`planner.graph.layer_parts`).
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
     turn; without it there is one. With ``expert_messages`` of ``tokens`` ranks of an expert axis keep their own experts
@@ -104,6 +122,7 @@ class Pins:
     shard_size: int | None = _pin(COUNT)
     recompute_layers: int | None = _pin(COUNT)
     recompute: str | None = _pin(get_args(Recompute))
+    recompute_modules: tuple[str, ...] | None = _pin(read_modules)
     optimizer_sharding: str | None = _pin(get_args(OptimizerSharding))
     schedule: str | None = _pin(get_args(Schedule))
     context_algorithm: str | None = _pin(get_args(ContextAlgorithm))

@@ -196,6 +196,8 @@ class Plan:
     expert_overlap : tokens travel to their experts and back beside what another micro-batch computes
     sent_once : experts that a token goes to, where it travels once to each node for all of them; 0 where it travels
         once for each of them
+    recompute_modules : parts of layers that ``selective`` computes again (`planner.graph.layer_parts`); none for all
+        that is cheap
     whole_experts : a pin gives tensor ranks whole experts of their own, as ranks of an expert axis have
     copies : parts that the samples of a micro-batch are divided into, whose operators are issued in turn so that the
         messages of one travel while another computes
@@ -245,6 +247,7 @@ class Plan:
     expert_overlap: bool = False
     sent_once: int = 0
     whole_experts: bool = False
+    recompute_modules: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:

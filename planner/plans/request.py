@@ -129,6 +129,14 @@ def checked_pins(request: PlanRequest) -> Pins:
             "pins recompute=none recompute_messages=false: nothing computes again whose messages could be kept; use "
             "--pin recompute=full or selective, or leave recompute_messages out"
         )
+    if pins.recompute_modules is not None:
+        if pins.recompute not in (None, "selective"):
+            raise InputError(
+                f"pins recompute={pins.recompute} recompute_modules={pins.named()['recompute_modules']}: parts of "
+                "layers are chosen for selective recomputation alone; use --pin recompute=selective, or leave "
+                "recompute_modules out"
+            )
+        pins = replace(pins, recompute="selective")
     return _layered(_in_copies(_offloaded(_overlapped(_runnable(pins, request)))))
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planner.graph.experts import MOST_IMBALANCE
 from planner.graph.recompute import MODES
-from planner.plans.pins import ContextAlgorithm, OffloadTo, OptimizerSharding, Recompute, Schedule
+from planner.plans.pins import ContextAlgorithm, OffloadTo, OptimizerSharding, Recompute, RecomputeModule, Schedule
 from planner.plans.plan import MOST_MICRO_BATCHES, MOST_PASSES
 from planner.plans.request import OptimizerName, ParallelMode, Precision, SearchMode
 from planner.sharding.placement import Mesh
@@ -232,6 +232,7 @@ class StrategyModel(_StrictModel):
     expert_overlap: bool = False
     sent_once: Annotated[int, Field(ge=0)] = 0
     whole_experts: bool = False
+    recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(strict=False, max_length=16)] = ()
     certificate: CertificateModel
     prediction: PredictionModel | None
     placements: PlacementsModel

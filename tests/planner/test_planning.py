@@ -29,7 +29,7 @@ from planner.sharding.rules import Rule
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
 from simulator.profiles import load_profile, write_profile
-from tests.planner.lowering.steps import lowered_of, passes
+from tests.planner.lowering.steps import Rank, lowered_of, passes
 from tests.planner.search.problems import captured
 
 TINY = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16)
@@ -153,11 +153,46 @@ def test_of_every_pin_it_is_said_what_it_costs() -> None:
     states = {"optimizer_sharding": "zero1", "offload_optimizer": "true", "offload_to": "host"}
     pins = {**ones, **dict.fromkeys(told_apart, "false"), **words, **sizes, **states, "recompute_messages": "true"}
     by_layer = {"stage_layers", "recompute_layers"}  # nothing is searched that they leave out
-    assert {*pins} | by_layer == set(PIN_NAMES)
+    assert {*pins} | by_layer | {"recompute_modules"} == set(PIN_NAMES)
     costs = costs_of(pins)
     assert {pin.partition("=")[0] for pin in costs} == {*pins}
     assert all(seconds >= 0 for seconds in costs.values())
     assert costs["micro_batch=4"] == 0, "micro_batches=2 says the same"
+
+
+def test_parts_of_layers_compute_again_where_they_are_pinned(tmp_path: Path) -> None:
+    """Less stands from the forward to the backward pass, a step takes longer, and the file says what is meant."""
+    pins = {"pp": "1", "dp": "4", "micro_batch": "4", "optimizer_sharding": "none"}
+    kept, norms, both, again = (
+        planned(replace(TINY, pins=Pins.read(pins | more), top=1, sensitivity=False)).candidates[0]
+        for more in (
+            {"recompute": "none"}, {"recompute_modules": "layernorm"}, {"recompute_modules": "mlp-layernorm"},
+            {"recompute": "full"},
+        )
+    )  # fmt: skip
+    for less, more in ((kept, norms), (norms, both), (both, again)):
+        assert less.prediction.step_time_s < more.prediction.step_time_s
+        assert less.prediction.memory_at_peak["activations"] > more.prediction.memory_at_peak["activations"]
+    assert (both.plan.recompute, both.plan.recompute_modules) == ("selective", ("layernorm", "mlp"))
+    path = write_plan(both.plan, tmp_path / "strategy.json")
+    read = read_plan(path)
+    assert read == both.plan
+    simulated = simulate_plan(read, checked_graph(read), load_profile("dgx-a100")).prediction
+    assert simulated.step_time_s == pytest.approx(both.prediction.step_time_s, rel=1e-9)
+    Rank(lowered_of(read, captured("gpt2-tiny"))).step()
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"recompute_modules": "mpl"}, "'mpl' is no part of a layer .* did you mean 'mlp'"),
+        ({"recompute_modules": "moe"}, "no layer of the network has moe; choose from layernorm, mlp"),
+        ({"recompute_modules": "mlp", "recompute": "full"}, "chosen for selective recomputation alone"),
+    ],
+)
+def test_parts_of_layers_that_cannot_compute_again_are_refused(pins: Mapping[str, str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        planned(replace(TINY, pins=Pins.read(pins)))
 
 
 @pytest.mark.parametrize("asked", [{"search_mode": "recursive_programming"}, {"parallel_mode": "data_parallel"}])

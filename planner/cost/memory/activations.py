@@ -8,6 +8,7 @@ Here it is said by operator, so that gates, RMSNorm, grouped and latent attentio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.cost.memory_traits import LOW_PRECISION_BYTES, UNEVEN_ROUTING, MemoryTraits
@@ -23,7 +24,8 @@ class LayerActivations:
 
     ``saved`` stands from forward to backward with nothing recomputed, ``core`` is the part of it that selective
     recompute drops, ``function`` the output of the activation function, ``norms`` those of the layer's norms that
-    products read, ``input`` all that full recompute keeps,
+    products read, ``parts`` what other parts of a layer keep of their own, by Megatron-LM's names
+    (``--recompute-modules``), ``input`` all that full recompute keeps,
     ``alternate`` what is kept where every second product is computed again, ``working`` what the backward of the
     layer needs besides.
     """
@@ -32,6 +34,7 @@ class LayerActivations:
     core: float
     function: float
     norms: float
+    parts: Mapping[str, float]
     input: float
     alternate: float
     working: float
@@ -40,9 +43,18 @@ class LayerActivations:
         """Bytes that a layer keeps from forward to backward when `mode` is recomputed."""
         if mode is Recompute.FULL:
             return self.input
-        core = self.core if mode is Recompute.SELECTIVE else 0.0
-        again = self.function if setup.recompute_activation_function else 0.0
-        return self.saved - core - again - (self.norms if setup.recompute_norms else 0.0)
+        again = {"act"} if setup.recompute_activation_function else set()
+        again |= {"layernorm"} if setup.recompute_norms else set()
+        if mode is Recompute.SELECTIVE:
+            again |= set(setup.recompute_modules or ("core_attn",))
+        if "moe" in again and self.parts["moe"]:
+            again -= {"act", "moe_act", "shared_experts"}
+        if "mlp" in again and self.parts["mlp"]:
+            again -= {"act"}
+        if "act" in again:
+            again -= {"moe_act"}
+        own = {"core_attn": self.core, "act": self.function, "layernorm": self.norms, **self.parts}
+        return self.saved - sum(own[name] for name in again)
 
     def backward_working(self, setup: TrainingSetup, mode: Recompute) -> float:
         """What the backward of the layer needs besides `kept`, recomputed values included."""
@@ -91,12 +103,20 @@ def layer_activations(
         cross = _attention(shape, setup, traits, sizes, shape.encoder_sequence_length)
         saved, core = saved + cross[0], core + cross[1]
     feed_forward, function, widest = (_experts if experts else _dense)(shape, setup, traits, sizes)
+    inside = feed_forward - sizes.normalised_input - (sizes.stream if shape.dropout else 0.0)
     gradients = 2 * sizes.stream * element + (tokens * shape.hidden * element if setup.sequence_parallel else 0.0)
     return LayerActivations(
         saved=saved + feed_forward,
         core=core,
         function=function,
         norms=2 * sizes.stream * sizes.product_input,
+        parts={
+            "mlp": 0.0 if experts else inside,
+            "moe": inside if experts else 0.0,
+            "moe_act": function - _shared(shape, setup, traits, sizes)[1] if experts else 0.0,
+            "shared_experts": _shared(shape, setup, traits, sizes)[0] if experts else 0.0,
+            "mla_up_proj": _up_projections(shape, setup, sizes, tokens),
+        },
         input=sizes.stream * element,
         alternate=_alternate(shape, setup, sizes, experts=experts),
         # What the feed-forward network kept is gone by the time attention goes back.
@@ -177,6 +197,16 @@ def _widths(shape: TransformerShape, setup: TrainingSetup) -> tuple[float, float
     return query, 2 * local * shape.head_size, query
 
 
+def _up_projections(shape: TransformerShape, setup: TrainingSetup, sizes: _Sizes, tokens: float) -> float:
+    """Queries, keys and values of latent attention, and the norms of the compressed forms that they are made of."""
+    latent = shape.latent_attention
+    if not latent:
+        return 0.0
+    query, key_value, _ = _widths(shape, setup)
+    normalised = sizes.stream / shape.hidden * (latent.query_rank + latent.key_value_rank)
+    return (tokens * (query + key_value) + normalised) * sizes.element
+
+
 def _latent_inputs(shape: TransformerShape, sizes: _Sizes) -> float:
     """Compressed queries and keys, before and after their norms (latent attention)."""
     latent = shape.latent_attention
@@ -221,13 +251,20 @@ def _activation(
     return width * kept * sizes.element + function, function, width * (inner + 1) * sizes.element
 
 
+def _shared(shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes) -> tuple[float, float]:
+    """Saved bytes of the experts that all tokens go to, and those of their activation function's output."""
+    width = shape.experts.shared_feed_forward if shape.experts else 0
+    saved, function, _ = _activation(shape, setup, traits, sizes, sizes.tokens * width / setup.tp)
+    return saved, function
+
+
 def _experts(
     shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes
 ) -> tuple[float, float, float]:
     """The same of router, permuted tokens into and out of the experts, and inner values, shared experts' included."""
     assert shape.experts is not None
     experts, element = shape.experts, sizes.element
-    uneven = experts.capacity_factor or (UNEVEN_ROUTING if setup.ep > 1 else 1.0)
+    uneven = experts.capacity_factor or (UNEVEN_ROUTING if setup.ep > 1 and not setup.forced_balance else 1.0)
     routed = sizes.tokens * setup.expert_tp / setup.tp * experts.per_token * uneven
     saved, function, working = _activation(shape, setup, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
     # Where the router's share weighs what comes out of the second product, that stands too.
@@ -236,9 +273,8 @@ def _experts(
     if traits.weighted_experts and not fused:
         saved, function = saved + function, 2 * function
     working += routed * shape.hidden * element
-    if experts.shared_feed_forward:
-        shared = _activation(shape, setup, traits, sizes, sizes.tokens * experts.shared_feed_forward / setup.tp)
-        saved, function = saved + shared[0], function + shared[1]
+    shared = _shared(shape, setup, traits, sizes)
+    saved, function = saved + shared[0], function + shared[1]
     # The router computes in float32; where products keep 8 bits it has the 16-bit tokens to itself.
     router = sizes.stream / shape.hidden * experts.count * 8
     router += sizes.stream * element if sizes.product_input < element else 0.0

@@ -111,7 +111,7 @@ def layer_bytes(run: TrainingRun) -> LayerBytes:
             mode: (layer.alternate if setup.every_second_product else layer.kept(setup, mode)) * share
             for mode in Recompute
         },
-        in_flight=1 + traits.in_flight_share / share,
+        in_flight=1 + (0.0 if setup.expandable_segments else traits.in_flight_share / share),
         fixed=traits.allocator_bytes + workspace_bytes(traits, setup, run.hardware),
     )
 
@@ -201,7 +201,7 @@ class _RunMemory:
                 other_stream=late if self.setup.optimizer_sharding is OptimizerSharding.ZERO3 else 0.0,
                 freed=freed,
                 workspace=workspace_bytes(self.traits, setup, self.hardware) + self._standing(content),
-                several_in_flight=in_flight > 1,
+                several_in_flight=in_flight > 1 and not setup.expandable_segments,
                 made_anew=accumulated_apart(setup),
             ),
             self.hardware,

@@ -364,6 +364,35 @@ def test_functions_and_norms_that_are_computed_again_are_not_kept(experts: bool)
     assert usual - kept["recompute_activation_function"] == pytest.approx(times * tokens * inner * 2)
 
 
+def test_parts_of_layers_that_are_computed_again_are_not_kept() -> None:
+    """Alone each drops what is its own, all of a mixture what its parts would."""
+    shape = replace(MIXTRAL, experts=replace(MIXTRAL.experts, shared_feed_forward=512))
+    setup, traits = run(shape, stack=Stack.TRANSFORMER_ENGINE).setup, traits_of(Stack.TRANSFORMER_ENGINE)
+    layer = layer_activations(shape, setup, traits, experts=True)
+    saved = layer.kept(setup, Recompute.NONE)
+
+    def dropped(*modules: str) -> float:
+        return saved - layer.kept(replace(setup, recompute_modules=modules), Recompute.SELECTIVE)
+
+    assert 0 < dropped("moe_act") < dropped("moe_act", "shared_experts") < dropped("moe")
+    assert dropped("moe", "moe_act", "shared_experts") == dropped("moe")
+    assert dropped("core_attn") == layer.kept(setup, Recompute.NONE) - layer.kept(setup, Recompute.SELECTIVE)
+    assert dropped("mlp") == dropped("mla_up_proj") == 0
+    dense = layer_activations(shape, setup, traits)
+    assert dense.kept(replace(setup, recompute_modules=("mlp",)), Recompute.SELECTIVE) < dense.saved
+    assert layer.kept(replace(setup, recompute_modules=("moe",)), Recompute.NONE) == saved
+
+
+def test_segments_that_grow_leave_no_holes_of_activations_in_flight() -> None:
+    setup = run(MIXTRAL, pp=4, micro_batches=8).setup
+    memory = [
+        training_memory(run(MIXTRAL, pp=4, micro_batches=8, expandable_segments=grows)) for grows in (False, True)
+    ]
+    fixed, growing = (max(stage.headroom for stage in found.stages) for found in memory)
+    assert setup.pp == 4
+    assert fixed > growing == 0
+
+
 def test_weights_are_drawn_in_float32() -> None:
     """Of one frozen layer and a head, drawing the head's weights takes most."""
     shape = llama(2, 4096, 32, 8, 14336, vocabulary=128256, sequence_length=64)

@@ -141,6 +141,7 @@ def test_every_pin_is_tried() -> None:
         "host_embeddings",
         "offload_activations",
         "recompute_messages",
+        "recompute_modules",
         "order",
         "tensor_cut",
         "stage_layers",
