@@ -43,9 +43,9 @@ def degrees_text(plan: Plan) -> str:
 def recompute_text(plan: Plan) -> str:
     """Return how a plan recomputes: one mode, or how many of its layers have which."""
     if plan.recomputation != "mixed":
-        parts = "-".join(plan.recompute_modules)
-        said = f"recompute_modules={parts}" if parts and plan.recompute == "selective" else f"recompute={plan.recompute}"
-        return "none" if plan.recompute == "none" else said
+        if plan.recompute == "selective" and plan.recompute_modules:
+            return f"recompute_modules={'-'.join(plan.recompute_modules)}"
+        return "none" if plan.recompute == "none" else f"recompute={plan.recompute}"
     modes = plan.layer_modes()
     counts = [
         f"{mode} in {modes.count(mode)} of {len(modes)} layers" for mode in ("full", "selective") if mode in modes

@@ -223,6 +223,15 @@ def test_data_dependent_control_flow_names_operator_and_line(module_name: str) -
         load_network(f"py:{module_name}:branches").capture()
 
 
+def test_a_factory_may_be_in_folders_without_an_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in any project of today; the packages have not been imported before."""
+    folder = tmp_path / "outer_without_init" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "made.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_network("py:outer_without_init.inner.made:classifier").capture().parameters
+
+
 def test_missing_and_failing_modules(tmp_path: Path, module_name: str) -> None:
     with pytest.raises(NetworkError, match="no module 'nowhere_at_all'"):
         load_network("py:nowhere_at_all:make")
