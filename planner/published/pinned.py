@@ -368,6 +368,8 @@ def _recompute(run: TrainingRun, notes: list[str]) -> dict[str, object]:
     if setup.every_second_product:
         notes.append("checkpoints of every second product planned as selective recomputation")
         return {"recompute": Recompute.SELECTIVE}
+    if setup.recompute_modules:
+        return {"recompute": setup.recompute, "recompute_modules": setup.recompute_modules}
     if setup.recompute is Recompute.FULL and isinstance(network, TransformerShape) and setup.schedule not in FOLDED:
         chunks = _stage_layers(run) or (network.layers,)
         fullest = max(sum(chunks[rank :: setup.pp]) for rank in range(setup.pp))

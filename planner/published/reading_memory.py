@@ -6,6 +6,7 @@ import re
 from typing import TypedDict
 
 from planner.cost.memory.figures import MemoryFigure
+from planner.cost.training_run import LayeredNetwork, TransformerShape
 from planner.published.measurement_file import FileRow
 
 _FOUR_BITS = 0.5
@@ -36,6 +37,8 @@ class MemorySettings(TypedDict):
     offload_activations: bool
     recompute_activation_function: bool
     recompute_norms: bool
+    recompute_modules: tuple[str, ...]
+    forced_balance: bool
     every_second_product: bool
     fused_loss: bool
     scripted_loss: bool
@@ -44,7 +47,7 @@ class MemorySettings(TypedDict):
     packed_attention: bool
 
 
-def memory_settings(row: FileRow) -> MemorySettings:
+def memory_settings(row: FileRow, network: TransformerShape | LayeredNetwork) -> MemorySettings:
     """What the row's framework and flags say."""
     framework = row.text("framework").lower()
     words = f"{row.text('other_flags')} ; {row.text('model')} ; {row.text('recompute')}".lower()
@@ -72,6 +75,8 @@ def memory_settings(row: FileRow) -> MemorySettings:
         # Megatron-Core's ``--recompute-modules moe_act``.
         or bool(row.says(r"\b(?:moe_)?act\b", "recompute")),
         recompute_norms=bool(row.says(r"\bnorm, act|\blayernorm\b", "recompute")),
+        recompute_modules=recomputed_modules(row, network),
+        forced_balance=bool(re.search(r"\bforced? (?:load )?balanc", words)),
         every_second_product="torchtitan" in framework
         and bool(row.says(r"select\w*(?: \(?op\b| \(config)", "recompute")),
         fused_loss=bool(re.search(r"cross[-_]entropy[-_](?:loss[-_])?fusion", words))
@@ -82,6 +87,23 @@ def memory_settings(row: FileRow) -> MemorySettings:
         micro_batch_group=_GROUP * ("tunable_overlap" in words),
         packed_attention="llm-foundry" not in framework,
     )
+
+
+def recomputed_modules(row: FileRow, network: TransformerShape | LayeredNetwork) -> tuple[str, ...]:
+    """Parts of layers that compute again by Megatron's names, of those that the network has."""
+    text = row.text("recompute").lower()
+    if not isinstance(network, TransformerShape) or "full" in text or "megatron" not in row.text("framework").lower():
+        return ()
+    experts = network.experts
+    there = {
+        "layernorm": True,
+        "mla_up_proj": network.latent_attention is not None,
+        "mlp": experts is None or experts.dense_layers > 0,
+        "moe": experts is not None,
+        "moe_act": experts is not None,
+        "shared_experts": experts is not None and experts.shared_feed_forward > 0,
+    }
+    return tuple(name for name, has in there.items() if has and re.search(rf"\b{name}\b", text))
 
 
 def _pipelines_in_flight(words: str) -> int:

@@ -71,7 +71,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),
         tokens_sent_once=words.sends_tokens_once(row),
         overlap_experts=bool(re.search(r"1f1b overlap|a2a_ovlp|overlap[-_]moe[-_]expert", flags)),
-        eager_kernels=0 < stated(row, "release", words.release(row)) < _LAZY_KERNELS, **memory_settings(row),
+        eager_kernels=0 < stated(row, "release", words.release(row)) < _LAZY_KERNELS, **memory_settings(row, network),
         fused_norm=words.fused_norm(row), single_norms=used is Stack.MINDSPEED and words.leaves_norms_single(row),
         plain_graph=stated(row, "plain_graph", False), early_loss=stated(row, "early_loss", False),
         untuned_convolutions=stated(row, "untuned_convolutions", False),

@@ -8,7 +8,13 @@ from planner.cost.memory.states import usual_gradient_bytes
 from planner.cost.stacks import AttentionKernel, Stack
 from planner.cost.training_run import NOVOGRAD, LayeredNetwork, OptimizerSharding, Recompute, TransformerShape
 from planner.published.measurement_file import FileRow
-from planner.published.reading_memory import cumulative, long_term_support, torchtune_recipe, whole_on_one_device
+from planner.published.reading_memory import (
+    cumulative,
+    long_term_support,
+    recomputed_modules,
+    torchtune_recipe,
+    whole_on_one_device,
+)
 from planner.published.source_rules import stated
 
 Network = TransformerShape | LayeredNetwork
@@ -284,6 +290,8 @@ def recompute(row: FileRow, network: Network, pp: int, notes: list[str]) -> tupl
         counts = [int(part) for part in listed[1].split(",") if part.strip()]
         layers = round(sum(counts) / max(1, len(counts)))
         return (Recompute.SELECTIVE if "select" in text else Recompute.FULL) if layers else Recompute.NONE, layers
+    if recomputed_modules(row, network):
+        return Recompute.SELECTIVE, 0
     if re.search(r"\bmoe\b|experts", text) and "full" not in text:
         notes.append("recomputed experts taken as whole layers")
         return Recompute.FULL, 0
