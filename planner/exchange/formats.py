@@ -115,10 +115,17 @@ class ExchangeFormat:
         return list(dict.fromkeys(found))
 
     def stating(self, written: Written, software: str) -> Written:
-        """The same with a comment that states what its plan is predicted for, if that is the framework's software."""
+        """The same with a comment that states what its plan is predicted for, if that is the framework's software.
+
+        Segments of the allocator that grow are a variable that the job needs.
+        """
         if self.suffix == ".json" or software.partition(NAME_ENDS)[0] not in self.table.software:
             return written
-        return replace(written, text=f"{written.text}# Predicted for the software {software}\n")
+        said = f"# Predicted for the software {software}\n"
+        if "expandable_segments=true" in software:
+            line = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+            said = (line if self.suffix == ".sh" else f"# It needs: {line}") + said
+        return replace(written, text=written.text + said)
 
     def stated_software(self, text: str) -> str:
         """The software that such a comment states; "" without one."""

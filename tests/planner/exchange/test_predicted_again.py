@@ -127,6 +127,18 @@ def test_the_software_that_a_plan_is_for_is_stated_where_it_is_the_framework_s(t
     assert FORMATS["megatron"].stated_software("# Predicted for the software deepspeed\n") == ""
 
 
+def test_parts_of_layers_and_growing_segments_come_back(tmp_path: Path) -> None:
+    request = PlanRequest(
+        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False,
+        software="megatron:expandable_segments=true",
+        pins=Pins(pp=1, tp=1, recompute_modules=("layernorm",), optimizer_sharding="zero1"),
+    )  # fmt: skip
+    assert_predicted_again(FORMATS["megatron"], request, tmp_path)
+    text = (tmp_path / f"plan{FORMATS['megatron'].suffix}").read_text()
+    assert "--recompute-modules layernorm" in text
+    assert "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
+
+
 def test_chunks_without_layers_are_refused_where_a_file_cannot_say_them() -> None:
     """They were written all the same, and not read again."""
     config = usual(schedule="interleaved_1f1b", vpp=2, layers=(0, *(8,) * 3, 8, *(0,) * 3), num_layers=32)
