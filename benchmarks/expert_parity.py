@@ -192,8 +192,8 @@ def page(found: Sequence[Mapping[str, Any]], command: str, asked: int) -> str:
     won = [one for one in both if one["our_step_s"] <= _SAME * one["their_step_s"]]
     lines = [
         "# Plans of experts", "",
-        f"Recipes of Megatron-Bridge, each pinned and searched freely for the same software: `{command}`. Of {asked} "
-        f"recipes {len(found)} were run.", "",
+        f"Recipes of Megatron-Bridge, each with every choice that it makes pinned, and searched freely for the same "
+        f"software: `{command}`. Of {asked} recipes {len(found)} were pinned, and {len(both)} were also searched.", "",
         "| what | recipes | of |", "|---|---|---|",
         f"| expressible | {len(expressed)} | {len(found)} |", f"| predicted to fit | {len(fit)} | {len(expressed)} |",
         f"| the free plan is as fast or faster | {len(won)} | {len(both)} |", "",
@@ -202,11 +202,14 @@ def page(found: Sequence[Mapping[str, Any]], command: str, asked: int) -> str:
         "| recipe | pinned | GiB | free | GiB | free ÷ pinned | gap | free plan | nearly |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for one in both:
-        numbers = f"{one['their_step_s']:.3f} | {one['their_peak_gib']:.0f} | {one['our_step_s']:.3f}"
-        times = one["our_step_s"] / one["their_step_s"]
-        numbers += f" | {one['our_peak_gib']:.0f} | {times:.2f} | {one['our_gap']:.1%}"
-        lines.append(f"| {one['recipe']} | {numbers} | {one['our_plan']} | {_cell('; '.join(one['notes']))} |")
+    for one in fit:
+        numbers, plan = f"{one['their_step_s']:.3f} | {one['their_peak_gib']:.0f}", ""
+        if one in both:
+            times, plan = one["our_step_s"] / one["their_step_s"], one["our_plan"]
+            numbers += f" | {one['our_step_s']:.3f} | {one['our_peak_gib']:.0f} | {times:.2f} | {one['our_gap']:.1%}"
+        else:
+            numbers += " | | | |"
+        lines.append(f"| {one['recipe']} | {numbers} | {plan} | {_cell('; '.join(one['notes']))} |")
     lines += ["", "## Free plans over 10 % faster: where the time goes", "", "| recipe | pinned plan | seconds saved |"]
     lines.append("|---|---|---|")
     for one in both:
@@ -214,7 +217,7 @@ def page(found: Sequence[Mapping[str, Any]], command: str, asked: int) -> str:
             lines.append(f"| {one['recipe']} | {one['their_plan']} | {_saved(one)} |")
     lines += ["", "## Not planned, or not predicted to fit", "", "| recipe | outcome | why |", "|---|---|---|"]
     for one in found:
-        if one not in both:
+        if one not in fit:
             outcome = "does not fit" if one in expressed and one not in fit else one["outcome"]
             lines.append(f"| {one['recipe']} | {outcome} | {_cell(one['why'])} |")
     return "\n".join(lines) + "\n"
