@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.graph.capture_errors import user_source
 from planner.graph.chain import common_parts
+from planner.graph.custom_operators import written_arguments, written_operator
 from planner.graph.operator_graph import Argument, BatchSize, TensorRef, TensorSpec
 from simulator.errors import NetworkError, UnsupportedError
 
@@ -218,18 +221,32 @@ def _compute_constants(graph: fx.Graph) -> None:
         if node.op != "get_attr" or not node.users:
             continue
         value = getattr(graph.owning_module, str(node.target))
-        if not isinstance(value, Tensor) or value.numel() == 0 or not bool((value == value.flatten()[0]).all()):
-            place = user_source(node.meta.get("stack_trace") or "")
-            raise NetworkError(
-                f"cannot capture the constant tensor at {place}: its {value.numel()} values are not all equal; "
-                "register it as a buffer of the module"
-            )
+        place = user_source(node.meta.get("stack_trace") or "")
         with graph.inserting_before(node):
-            made = graph.call_function(
-                aten.full.default, (list(value.shape), value.flatten()[0].item()), {"dtype": value.dtype}
-            )
+            made = graph.call_function(*constant_call(value, place))
         made.meta = {key: item for key, item in node.meta.items() if key != "seq_nr"}
         node.replace_all_uses_with(made)
+
+
+MOST_WRITTEN = 1 << 18
+"""Numbers of a tensor that a graph holds at most where they differ."""
+
+
+def constant_call(value: Any, place: str = "") -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
+    """The operator that makes a real tensor which code at `place` holds, with its arguments.
+
+    Raises
+    ------
+    NetworkError
+        It is no plain tensor, or so large that a graph should not hold its numbers.
+    """
+    plain = isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_complex()
+    if plain and value.numel() and bool((value == value.flatten()[0]).all()):
+        return aten.full.default, (list(value.shape), value.flatten()[0].item()), {"dtype": value.dtype}
+    if plain and value.numel() <= MOST_WRITTEN:
+        return written_operator(), written_arguments(value), {}
+    what = f"its {value.numel():,} values are not all equal" if plain else "its values are not known"
+    raise NetworkError(f"cannot capture the constant tensor at {place}: {what}; register it as a buffer of the module")
 
 
 def _substitute(node: fx.Node) -> fx.Node | None:

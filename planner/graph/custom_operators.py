@@ -1,7 +1,13 @@
-"""Operators of our own in captured graphs: dropout, the loss of aligned transcripts, places in experts' buffers."""
+"""Operators of our own in captured graphs.
+
+Dropout, tensors that code writes out, the loss of aligned transcripts, places in experts' buffers.
+"""
 
 from __future__ import annotations
 
+import base64
+import zlib
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -9,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from planner.graph.operator_graph import PLACES
+from planner.graph.operator_graph import PLACES, WRITTEN
 
 
 @cache
@@ -26,6 +32,33 @@ def dropout_operator() -> OpOverload:
     dropout.register_fake(lambda x, p: torch.empty_like(x))
     dropout.register_autograd(lambda ctx, gradient: (dropout(gradient, ctx.p), None), setup_context=keep)
     return torch.ops.meshwright.dropout.default
+
+
+@cache
+def written_operator() -> OpOverload:
+    """Define `planner.graph.operator_graph.WRITTEN`: a tensor of given numbers, as `written_arguments` has them."""
+
+    @torch.library.custom_op("meshwright::written", mutates_args=())
+    def written(numbers: str, size: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        whole = torch.int64 if not dtype.is_floating_point else torch.float64
+        held = bytearray(zlib.decompress(base64.b64decode(numbers)))
+        return torch.frombuffer(held, dtype=whole).reshape(tuple(size)).to(device, dtype)
+
+    @written.register_fake
+    def _shape(numbers: str, size: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    return torch.ops.meshwright.written.default
+
+
+def written_arguments(value: Tensor) -> tuple[str, list[int], torch.dtype]:
+    """What `written_operator` is called with to make a real tensor: its numbers are packed into one string.
+
+    A list of numbers would not do: those that the batch size of a capture divides would be taken for batch sizes.
+    """
+    wide = torch.float64 if value.is_floating_point() else torch.int64
+    held = value.detach().to(wide).contiguous().numpy().tobytes()
+    return base64.b64encode(zlib.compress(held)).decode(), list(value.shape), value.dtype
 
 
 aten = torch.ops.aten
@@ -105,4 +138,4 @@ def expert_places_operator() -> OpOverload:
     return torch.ops.meshwright.expert_places.default
 
 
-assert PLACES == "meshwright.expert_places.default"
+assert (PLACES, WRITTEN) == ("meshwright.expert_places.default", "meshwright.written.default")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -17,6 +17,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 
 from planner.graph.capture_errors import capture_error, user_source
 from planner.graph.custom_operators import dropout_operator
@@ -81,11 +82,15 @@ def trace(
         notes = _without_running_statistics(module) + _without_stochastic_depth(module)
         marker = _choose_marker(module, inputs, network, markers)
         example = tuple(torch.zeros(marker, *i.shape, dtype=getattr(torch, i.dtype)) for i in inputs)
-        try:
-            exported = torch.export.export(module, example, strict=False)
-            forward = exported.module()
-        except Exception as error:
-            raise capture_error(network, error) from error
+        while True:
+            try:
+                exported = torch.export.export(module, example, strict=False)
+                forward = exported.module()
+                break
+            except Exception as error:
+                another = getattr(module, "another_form", None)
+                if another is None or not another(error):
+                    raise capture_error(network, error) from error
         _refuse_state(forward.graph, network)
         structure = exported.call_spec.out_spec
         if structure is not None and not structure.is_leaf():
@@ -107,13 +112,36 @@ def trace(
 def unmaterialised(make: Callable[[], Module]) -> Module:
     """Make a module, and while a network is traced do so on the meta device.
 
-    There, tensors that a constructor puts on the CPU by name are real, so that it may read numbers from them. `trace`
-    replaces those of the meta device.
+    There, tensors that a constructor puts on the CPU by name are real, so that it may read numbers from them; where it
+    reads other ones, those that count are real too. `trace` replaces those of the meta device.
     """
     if detect_fake_mode() is None:
         return make()
     with unset_fake_temporarily(), torch.device("meta"):
-        return make()
+        try:
+            return make()
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta tensor" not in str(error):
+                raise
+        with _CountsAreReal():
+            return make()
+
+
+class _CountsAreReal(TorchFunctionMode):
+    """Makes counting tensors on the CPU, whatever the device of others."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch."""
+        kwargs = dict(kwargs or {})
+        if func in (torch.arange, torch.linspace, torch.tensor) and kwargs.get("device") is None:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from planner.graph.attention import MASKED, MASKED_BACKWARD
-from planner.graph.custom_operators import alignment_loss_operator, dropout_operator, expert_places_operator
+from planner.graph.custom_operators import (
+    alignment_loss_operator,
+    dropout_operator,
+    expert_places_operator,
+    written_operator,
+)
 from planner.graph.masked_attention import masked_attention_operator
 from planner.graph.operator_graph import (
     CTC,
@@ -21,6 +26,7 @@ from planner.graph.operator_graph import (
     PLACES,
     RECURRENCE,
     RECURRENCE_BACKWARD,
+    WRITTEN,
     Argument,
     BatchSize,
     Node,
@@ -181,6 +187,8 @@ def operator(op: str) -> torch._ops.OpOverload:
         masked_attention_operator()
     if op == PLACES:
         expert_places_operator()
+    if op == WRITTEN:
+        written_operator()
     if op in (CTC, CTC_BACKWARD):
         alignment_loss_operator()
     if op in (RECURRENCE, RECURRENCE_BACKWARD):

@@ -26,6 +26,8 @@ Classes = tuple[Index, Index]
 """The class of each state, and one member of each class."""
 
 MAX_TABLE = 10_000_000
+MAX_DIMS = 64
+"""Dims of a table that numpy has: variables of one choice take one each, and no room."""
 MAX_WORK = 3_000_000_000
 CHUNK = 1 << 17
 LONG = 1 << 14
@@ -192,7 +194,7 @@ class Buckets:
     Raises
     ------
     TooWideError
-        Where a table would have over `MAX_TABLE` entries, or all together over `MAX_WORK`.
+        Where a table would have over `MAX_TABLE` entries or `MAX_DIMS` dims, or all together over `MAX_WORK`.
     """
 
     def __init__(self, scopes: Sequence[Scope], sizes: Sequence[int], variables: Iterable[int]) -> None:
@@ -231,7 +233,7 @@ class Buckets:
             remaining.discard(v)
             step = self._step(v)
             work += step.work
-            if prod(step.shape) > MAX_TABLE or work > MAX_WORK:
+            if prod(step.shape) > MAX_TABLE or work > MAX_WORK or len(step.shape) > MAX_DIMS:
                 raise TooWideError(
                     f"exact search would need a table of {step.work:.1e} entries (limits {MAX_TABLE:.0e} and, over "
                     f"all, {MAX_WORK:.0e}): the graph is too densely connected; pin more dimensions, for example "

@@ -40,6 +40,7 @@ def gradient_flows(graph: OperatorGraph) -> dict[TensorRef, GradientFlow]:
     several uses, a chain of gradient sums over what they send back is its gradient.
     """
     leaving = _leaving(graph)
+    final = {TensorRef(p.node): p.gradient for p in graph.parameters}
     sums = {i: node for i, node in enumerate(graph.nodes) if node.role is Role.GRADIENT_SUM}
     candidates: dict[TensorRef, frozenset[TensorRef]] = {}
     flows: dict[TensorRef, GradientFlow] = {}
@@ -56,7 +57,11 @@ def gradient_flows(graph: OperatorGraph) -> dict[TensorRef, GradientFlow]:
                 if len(sent[0]) == 1:
                     flows[ref] = GradientFlow(next(iter(sent[0])))
             elif sent:
-                chain = _chain(frozenset().union(*sent), len(sent), sums, graph)
+                end = final.get(ref)
+                # Gradients of a weight and of a bias may look alike: that of a parameter is known.
+                chain = _sums_of(end, sums) if end is not None and end.node in sums else ()
+                if len(chain) != len(sent) - 1:
+                    chain = _chain(frozenset().union(*sent), len(sent), sums, graph)
                 if chain:
                     flows[ref] = GradientFlow(TensorRef(chain[-1]), chain)
                     candidates[ref] = frozenset((TensorRef(chain[-1]),))
@@ -100,6 +105,18 @@ def _sent_back(
         later = {u for out in outputs for u in _forward_uses(graph, out)}
         passed = {r for u in later for r in leaving.get(u, ()) if alike(graph, r, ref)}
     return frozenset(passed)
+
+
+def _sums_of(gradient: TensorRef, sums: Mapping[int, Node]) -> tuple[int, ...]:
+    """The sums that a gradient is made of, in the order of execution."""
+    found: set[int] = set()
+    waiting = [gradient.node]
+    while waiting:
+        index = waiting.pop()
+        if index in sums and index not in found:
+            found.add(index)
+            waiting += [ref.node for ref in sums[index].tensor_inputs]
+    return tuple(sorted(found))
 
 
 def _chain(sent: frozenset[TensorRef], uses: int, sums: Mapping[int, Node], graph: OperatorGraph) -> tuple[int, ...]:

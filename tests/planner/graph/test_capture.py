@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from planner.graph.capture import capture_module
-from planner.graph.operator_graph import DROPOUT, BatchSize, OperatorGraph, Role
+from planner.graph.cleaning import MOST_WRITTEN
+from planner.graph.operator_graph import DROPOUT, WRITTEN, BatchSize, OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
+from planner.graph.tracing import unmaterialised
 from planner.networks import InputSpec
 from planner.sharding.local_call import Moment
 from planner.sharding.local_operator import dropped, operator_number
@@ -161,7 +163,7 @@ class _Variance(_Plain):
 
 class _Table(_Plain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.layer(x) * torch.tensor([1.0, 2.0, 3.0])).mean()
+        return (self.layer(x).mean() * torch.tensor(range(MOST_WRITTEN + 1))).mean()
 
 
 @pytest.mark.parametrize(
@@ -244,3 +246,44 @@ def test_mean_losses_hold_at_every_batch_with_the_masks_of_the_graph() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-15)
+
+
+class _Written(torch.nn.Module):
+    """A loss with numbers that its code writes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.factors = torch.tensor([0.5, -2.0, 1009.0], device="cpu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight * self.factors).sum() / x.shape[0]
+
+
+def test_a_tensor_that_code_writes_out_is_made_in_the_graph() -> None:
+    spec = InputSpec(name="x", kind="features", shape=(3,))
+    graph = at_batch(capture_module(lambda: unmaterialised(_Written), [spec], name="written"), 2)
+    assert WRITTEN in {node.op for node in graph.nodes}
+    inputs = random_inputs(graph, seed=2)
+    module = _Written()
+    loss, gradients = autograd(module, inputs)
+    graph_loss, graph_gradients = run_graph(graph, module, inputs)
+    torch.testing.assert_close(graph_loss, loss)
+    torch.testing.assert_close(graph_gradients["weight"], gradients["weight"])
+
+
+class _CountedWidth(torch.nn.Module):
+    """A width that the constructor reads from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, int(torch.arange(5).sum().item()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).sum() / x.shape[0]
+
+
+def test_a_constructor_may_read_numbers_from_tensors_that_count() -> None:
+    spec = InputSpec(name="x", kind="features", shape=(3,))
+    graph = capture_module(lambda: unmaterialised(_CountedWidth), [spec], name="counting")
+    assert graph.parameter_count == 10 * 4

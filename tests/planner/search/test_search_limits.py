@@ -15,6 +15,8 @@ from planner.search.configurations import agenda, branch_and_bound
 from planner.search.configurations.agenda import Depth, SearchNode
 from planner.search.configurations.space import Extent, schedules
 from planner.search.configurations.step_model import Configuration
+from planner.search.exact.blocks import TooWideError
+from planner.search.exact.buckets import MAX_DIMS, Buckets, plain
 from planner.search.stages.chain_bound import chain_bound
 from planner.search.stages.fragments import Fragments
 from planner.search.stages.task import MANY, PartitionTask, simplified, undominated
@@ -100,3 +102,10 @@ def test_micro_batches_of_an_enormous_batch_are_found_without_counting_to_it() -
     assert counts[-1] <= MOST_MICRO_BATCHES < 2 * counts[-1]
     assert all(10**12 % count == 0 for count in counts)
     assert all(after >= 2 * before for before, after in pairwise(counts[:-1]))
+
+
+def test_a_table_of_more_dims_than_numpy_has_is_refused() -> None:
+    sizes = [2, *[1] * (MAX_DIMS + 1)]
+    scopes = [plain((0, other), sizes) for other in range(1, len(sizes))]
+    with pytest.raises(TooWideError, match="densely connected"):
+        Buckets(scopes, sizes, [0])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from planner.graph.capture import capture_module
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.scaling import at_batch
+from planner.networks import InputSpec
 from planner.search.problem.gradients import gradient_flows
 from planner.search.problem.variables import Kind, Variable, decisions
 from planner.sharding.placement import PARTIAL, REPLICATE
@@ -48,6 +51,28 @@ def test_every_gradient_sum_belongs_to_the_station_of_the_tensor_that_is_used_mo
             forward = graph.nodes[term.node].forward
             sender_is_a_use = forward is not None and _reaches(graph, ref, forward)
             assert sender_is_a_use or graph.nodes[term.node].role is Role.GRADIENT_SUM
+
+
+class _Shared(torch.nn.Module):
+    """One norm that is used several times, whose weight and bias are of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.GroupNorm(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(self.norm(x * (n + 1)).square().sum() for n in range(4)) / x.shape[0]
+
+
+def test_gradients_of_a_weight_and_of_a_bias_that_look_alike_are_told_apart() -> None:
+    spec = InputSpec(name="x", kind="features", shape=(4, 3))
+    graph = capture_module(_Shared, [spec], name="shared")
+    flows = gradient_flows(graph)
+    for parameter in graph.parameters:
+        flow = flows[TensorRef(parameter.node)]
+        assert flow.gradient == parameter.gradient
+        assert len(terms(graph, flow.sums)) == len(flow.sums) + 1 == 4
+    assert decisions(graph).variables
 
 
 def _reaches(graph: OperatorGraph, ref: TensorRef, node: int) -> bool:
