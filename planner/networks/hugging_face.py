@@ -417,7 +417,7 @@ def _described(
 
 
 _SIZES = re.compile(r"(^|_)((hidden|intermediate|vocab|patch|image)_size|d_model|n_embd|heads|n_head|head_dim)$")
-_MAY_BE_ZERO = ("intermediate_size", "key_value_heads")
+_MAY_BE_ZERO = ("intermediate_size", "key_value_heads", "head_dim", "type_vocab_size", "additional_vocab_size")
 """Parts that some networks lack."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig
@@ -31,17 +32,21 @@ from planner.networks.hugging_face_parts import (
     GroupedRouter,
     adapt,
     check_deepseek,
-    features_first,
-    fused_recurrences,
 )
-from planner.networks.losses import mean_alignment_loss, mean_cross_entropy
+from planner.networks.hugging_face_running import known_tensors, rows_of_ones, rows_of_packed, running
+from planner.networks.inputs import InputSpec
+from planner.networks.losses import mean_absolute_error, mean_alignment_loss, mean_cross_entropy
 from planner.networks.network import Facts
 from planner.networks.transformers_classes import (
+    BOXES,
     EXPERTS,
     MAXIMUM_LENGTH,
+    arguments_of,
     fixed_arguments,
     inputs_of,
+    known_arguments,
     make_config,
+    masks_of,
     number,
     positions,
     said,
@@ -58,42 +63,109 @@ _TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 """Kinds of loss of transformers that are the cross entropy of every token."""
 
 
+_FORMS = ((False, False), (True, False), (False, True), (True, True))
+"""Whether a model is given masks that hide nothing, and whether its attention gets the masks of transformers."""
+
+
 class Trained(nn.Module):
     """A model of transformers with its loss.
 
     The loss of tokens is the mean cross entropy at all positions, to which a router's own is added where the model
-    computes one; that of transcripts is over all their alignments (CTC); any other loss is the model's.
+    computes one; that of transcripts is over all their alignments (CTC). That of detected objects compares every query
+    with the object of its place, among which may be no object: which query is matched to which object depends on data,
+    and costs little beside the network. Any other loss is the model's.
     """
 
-    def __init__(self, model: Any, names: Sequence[str]) -> None:
+    def __init__(self, model: Any, inputs: Mapping[str, InputSpec]) -> None:
         super().__init__()
         self.model = model
-        self.names = tuple(names)
+        self.specs = dict(inputs)
+        names = self.names = tuple(inputs)
         self.fixed = fixed_arguments(type(model))
+        self.arguments = arguments_of(type(model))
+        self.forms: tuple[tuple[bool, bool], ...] = _FORMS
         tokens = (model.loss_type or _TOKEN_LOSSES[0]) in _TOKEN_LOSSES and model.get_output_embeddings() is not None
         self.of_tokens = tokens and "labels" in names
         self.of_text = model.loss_type == "ForCTC" and "labels" in names
+        self.of_objects = BOXES in names
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Loss of inputs in the order of `names`."""
+        while True:
+            try:
+                return self._loss(*inputs)
+            except (AttributeError, TypeError) as error:
+                # What exports a step has to begin anew.
+                if detect_fake_mode() is not None or not self.another_form(error):
+                    raise
+
+    def _loss(self, *inputs: Tensor) -> Tensor:
         given = dict(zip(self.names, inputs, strict=True))
-        labels = given.pop("labels") if self.of_tokens or self.of_text else None
-        with features_first(), fused_recurrences(self.model):
-            output = self.model(**given, **self.fixed)
+        ours = self.of_tokens or self.of_text or self.of_objects
+        labels, boxes = given.pop("labels") if ours else None, given.pop(BOXES, None)
+        if "image_grid_thw" in self.known(1):
+            given["pixel_values"] = given["pixel_values"].flatten(0, 1)
+        output = self._output(given, inputs[0].shape[0], inputs[0].device)
         if labels is None:
             return output.loss  # type: ignore[no-any-return]
+        if boxes is not None:
+            classes, places = (found[:, : boxes.shape[1]] for found in (output.logits, output.pred_boxes))
+            return mean_cross_entropy(classes, labels) + mean_absolute_error(places, boxes)
         if self.of_text:
             return mean_alignment_loss(output.logits, labels, self.model.config.pad_token_id or 0)
-        loss = mean_cross_entropy(output.logits, labels)
+        logits = output.prediction_logits if "prediction_logits" in output else output.logits
+        # Where a model puts features before the tokens, these are behind.
+        loss = mean_cross_entropy(logits[:, logits.shape[1] - labels.shape[1] :], labels)
         routing = getattr(output, "aux_loss", None)
         return loss if routing is None else loss + self.model.config.router_aux_loss_coef * routing
+
+    def _output(self, given: Mapping[str, Tensor], batch: int, device: torch.device) -> Any:
+        """What the model returns."""
+        with_masks, own = self.forms[0]
+        masks = rows_of_ones(masks_of(type(self.model), self.specs), batch, device) if with_masks else {}
+        told = known_tensors(self.known(batch, sizes=with_masks), device)
+        if (
+            "aspect_ratio_ids" in self.arguments and "pixel_values" in self.specs
+        ):  # an image of one shape, all of whose tiles are seen
+            tiles = self.specs["pixel_values"].shape[1]
+            told["aspect_ratio_ids"] = torch.ones(batch, 1, dtype=torch.int64, device=device)
+            told["aspect_ratio_mask"] = torch.ones(batch, 1, tiles, dtype=torch.int64, device=device)
+        with running(self.model, batch), _masks_of_transformers(self.model, own):
+            return self.model(**given, **self.fixed, **masks, **told)
+
+    def another_form(self, error: Exception) -> bool:
+        """Give the model more masks than before; False where no mask was missing, or none is left.
+
+        Some code reads a mask although nothing is hidden, and some takes apart the one that attention gets.
+        """
+        missing = any(word in str(error) for word in ("NoneType", "Pattern"))
+        self.forms = self.forms[1:] if missing else self.forms[:1]
+        return missing and bool(self.forms)
+
+    def known(self, batch: int, *, sizes: bool = False) -> Mapping[str, Any]:
+        """Numbers that the model is told of the inputs of a batch."""
+        return known_arguments(type(self.model), self.model.config, self.specs, batch, sizes=sizes)
+
+
+@contextmanager
+def _masks_of_transformers(model: Any, wanted: bool) -> Iterator[None]:
+    """While this is open, attention is written out and gets tensors as masks, if that is wanted."""
+    parts = list(_parts(model.config)) if wanted else []
+    before = [part._attn_implementation for part in parts]
+    for part in parts:
+        part._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        for part, implementation in zip(parts, before, strict=True):
+            part._attn_implementation = implementation
 
 
 class FirstPositions(Trained):
     """A BERT whose loss is taken at the first `predicted` positions."""
 
-    def __init__(self, model: Any, names: Sequence[str], predicted: int) -> None:
-        super().__init__(model, names)
+    def __init__(self, model: Any, inputs: Mapping[str, InputSpec], predicted: int) -> None:
+        super().__init__(model, inputs)
         self.predicted = predicted
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -153,11 +225,11 @@ def trained(
     """
     config = make_config(paths[0], kind, settings)
     model_class = trainable_class(paths[0], config, architectures)
-    names = tuple(inputs_of(model_class, config, length))
+    inputs = inputs_of(model_class, config, length)
     model = make_model(paths[0], config, model_class, length)
     if adapters is not None:
         adapt(paths[1], model, adapters)
-    return Trained(model, names) if predicted is None else FirstPositions(model, names, predicted)
+    return Trained(model, inputs) if predicted is None else FirstPositions(model, inputs, predicted)
 
 
 def without_chance(config: PreTrainedConfig) -> list[str]:
@@ -301,7 +373,7 @@ def _plain_rotary(rotary: Any) -> bool:
         x, places = torch.zeros(1, 3, 1), torch.arange(3).unsqueeze(0)
         try:
             found, ours = type(rotary)(config)(x, places), RotaryTable(config)(x, places)
-        except (AttributeError, TypeError, ValueError):
+        except Exception:  # noqa: BLE001 another module's code, called in a way that it may not know
             return False
         # Llama 4 makes complex numbers instead.
         return isinstance(found, tuple) and all(
@@ -413,6 +485,13 @@ def _attention(
     ``position_bias`` ``(1, heads, queries, keys)`` is added to the scores.
     """
     _refuse_trained(module, others)
+    rows = rows_of_packed(others.get("cu_seq_lens_q"))
+    if rows:  # images that are packed into one sample
+        query, key, value = (x[0].view(x.shape[1], -1, rows, x.shape[3]).transpose(0, 1) for x in (query, key, value))
+        mixed, _none = _attention(
+            module, query, key, value, None, scaling, is_causal=False, softcap=softcap, s_aux=s_aux
+        )
+        return mixed.flatten(0, 1).unsqueeze(0), None
     groups = query.shape[1] // key.shape[1]
     plain = scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal

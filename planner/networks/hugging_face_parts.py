@@ -1,29 +1,22 @@
 """Parts of modules of transformers in a form that captures.
 
-Latent attention and routers of DeepSeek, adapters, features among tokens, recurrences.
+Latent attention and routers of DeepSeek, adapters.
 
 DeepSeek-V2 and V3: arXiv:2405.04434 (section 2) and arXiv:2412.19437 (section 2.1).
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import isfinite
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from planner.graph.recurrence import recurrence_operator
 from planner.networks.adapters import ALL_LINEAR, Adapters
-from simulator.errors import InputError, NetworkError, UnsupportedError
+from simulator.errors import NetworkError, UnsupportedError
 
 Table = tuple[Tensor, Tensor]
 
@@ -205,105 +198,3 @@ def _check(path: str, named: dict[str, nn.Module], chosen: list[str], adapters: 
         raise NetworkError(
             f"{path}: key 'modules_to_save' names {', '.join(lost)}, which the network does not have; leave it out"
         )
-
-
-_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
-
-
-@contextmanager
-def features_first() -> Iterator[None]:
-    """While a model runs, let features stand at the beginning of each sample, those of one kind behind another's.
-
-    Models write the features of an image over the tokens that stand for it, wherever these are (``masked_scatter``),
-    after counting them. A captured step has fixed shapes, so that features come first; what a step costs is the same.
-    """
-    before = os.environ.get(_CHECKS)
-    os.environ[_CHECKS] = "1"  # transformers compares the number of features with that of their tokens
-    try:
-        with _FeaturesFirst():
-            yield
-    finally:
-        if before is None:
-            del os.environ[_CHECKS]
-        else:
-            os.environ[_CHECKS] = before
-
-
-class _FeaturesFirst(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a function of torch, or put features first in place of `Tensor.masked_scatter`."""
-        if func is Tensor.masked_scatter and len(args) == 3 and args[0].dim() == 3:
-            found = self._placed(args[0], args[2])
-            if found is not None:
-                return found
-        return func(*args, **(kwargs or {}))
-
-    def _placed(self, embedded: Tensor, features: Tensor) -> Tensor | None:
-        batch, length, width = embedded.shape
-        if features.numel() % (batch * width):
-            return None
-        rows = features.reshape(batch, -1, width).to(embedded.dtype)
-        first, behind = self.taken, self.taken + rows.shape[1]
-        if behind > length:
-            raise InputError(
-                f"the images and sounds of a sample take {behind} of its tokens, more than the sequence length "
-                f"{length}; use --seq-len {behind + 1} or more"
-            )
-        self.taken = behind
-        return torch.cat([embedded[:, :first], rows, embedded[:, behind:]], dim=1)
-
-
-@contextmanager
-def fused_recurrences(model: nn.Module) -> Iterator[None]:
-    """While this is open, the model's code calls our operator in place of transformers' own functions in products."""
-    places = {type(part).__module__: sys.modules[type(part).__module__] for part in model.modules()}
-    found = [(place, name) for place in places.values() for name in _OURS if hasattr(place, name)]
-    before = [getattr(place, name) for place, name in found]
-    for place, name in found:
-        setattr(place, name, _OURS[name])
-    try:
-        yield
-    finally:
-        for (place, name), function in zip(found, before, strict=True):
-            setattr(place, name, function)
-
-
-def _delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
-    use_qk_l2norm_in_kernel: bool = False, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Outputs of a gated delta rule, tensors ``(batch, length, heads, width)``; training asks for no last state."""
-    if use_qk_l2norm_in_kernel:
-        query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
-    tensors = (query * query.shape[-1] ** -0.5, key, value, g, beta.to(g.dtype))
-    outputs = recurrence_operator()(*(x.transpose(1, 2) for x in tensors), chunk_size)
-    return outputs.transpose(1, 2), None
-
-
-def _scan(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,  # noqa: N803 they are given by name
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **_: Any,
-) -> Tensor:  # fmt: skip
-    """Outputs of a state-space scan, tensors ``(batch, length, heads, width)``, steps ``(batch, length, heads)``."""
-    dt = dt if dt_bias is None else dt + dt_bias
-    dt = F.softplus(dt) if dt_softplus else dt
-    if dt_limit[0] > 0 or isfinite(dt_limit[1]) or not dt_softplus:
-        dt = dt.clamp(*dt_limit)
-    taken = (C, B, hidden_states * dt.unsqueeze(-1), A * dt)
-    outputs: Tensor = recurrence_operator()(*(x.transpose(1, 2) for x in taken), None, chunk_size).transpose(1, 2)
-    return outputs if D is None else outputs + D.unsqueeze(-1) * hidden_states
-
-
-_OURS: dict[str, Callable[..., Any]] = {"torch_chunk_gated_delta_rule": _delta_rule, "mamba2_chunk_scan": _scan}
-"""By the names that transformers' models call them by."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_expe
 """Settings that are a layer's number of experts."""
 LOSS_INPUTS = ("labels", "return_loss", "start_positions", "future_values", "sentence_order_label")
 """Arguments of a forward pass that ask for a loss."""
+OBJECTS, BOXES = "ForObjectDetection", "boxes"
+"""How names of classes end that detect objects, and the input of our loss for them beside their classes."""
 _CLASSES = 1000
 """Bound of labels where the configuration states no number of classes."""
 MAXIMUM_LENGTH = 4096
@@ -89,12 +93,17 @@ def check_experts(path: str, config: PreTrainedConfig) -> None:
 
 def looks_up(kind: str, key: str) -> bool:
     """Whether the module of a model type takes a key's value from the table of activations, as its source says."""
+    return f"ACT2FN[config.{key}]" in _source(kind)
+
+
+def _source(kind: str) -> str:
+    """The source of the modules of a model type; "" where it lies elsewhere."""
     name = model_type_to_module_name(kind)
-    source = Path(str(transformers.__file__)).parent / "models" / name / f"modeling_{name}.py"
+    place = Path(str(transformers.__file__)).parent / "models" / name / f"modeling_{name}.py"
     try:
-        return f"ACT2FN[config.{key}]" in source.read_text(encoding="utf-8")
+        return place.read_text(encoding="utf-8")
     except OSError:
-        return False
+        return ""
 
 
 def activations() -> frozenset[str]:
@@ -141,8 +150,17 @@ def _first_tables(config: PreTrainedConfig) -> tuple[str, ...]:
     return () if getattr(config, "is_decoder", False) else ("MASKED_LM",)
 
 
+_NO_TRAINING = re.compile(r"if labels is not None:\s*raise ")
+
+
 def _has_loss(found: Any) -> bool:
-    return any(name in LOSS_INPUTS for name in arguments_of(found))
+    """Whether a class computes a loss: some have an argument for labels, and refuse any."""
+    if not any(name in LOSS_INPUTS for name in arguments_of(found)):
+        return False
+    try:
+        return not _NO_TRAINING.search(inspect.getsource(inspect.unwrap(found.forward)))
+    except (OSError, TypeError):
+        return True
 
 
 def arguments_of(model_class: type[Any]) -> tuple[str, ...]:
@@ -170,13 +188,14 @@ def number(config: Any, *names: str, default: int = 0) -> int:
 def positions(config: PreTrainedConfig) -> int:
     """The longest sequence of tokens that a configuration allows; 0 where it states none."""
     names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length", "n_ctx")
-    return number(text_config(config), *names)
+    # Where tokens say what an image is searched for, there are fewer.
+    return number(config, "max_text_len", default=number(text_config(config), *names))
 
 
 def inputs_of(model_class: type[Any], config: PreTrainedConfig, length: int) -> dict[str, InputSpec]:
     """The tensors that a class is trained with by their names in its forward pass, in its order."""
     made = dict(_made(model_class, config, length))
-    return {name: made[name] for name in arguments_of(model_class) if name in made}
+    return {name: made[name] for name in (*arguments_of(model_class), BOXES) if name in made}
 
 
 def _made(model_class: type[Any], config: PreTrainedConfig, length: int) -> Iterator[tuple[str, InputSpec]]:
@@ -193,45 +212,121 @@ def _made(model_class: type[Any], config: PreTrainedConfig, length: int) -> Iter
         yield "decoder_input_ids", tokens
     if "bbox" in names:
         yield "bbox", InputSpec(name="boxes", kind="categories", shape=(length, 4), dtype="int64", high=_CLASSES)
-    vision = getattr(config, "vision_config", None) or config
-    if "pixel_values" in names and (main == "pixel_values" or getattr(config, "vision_config", None) is not None):
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
+    sees = main == "pixel_values" or vision is not config or getattr(config, "image_size", None) is not None
+    if "pixel_values" in names and sees:
         yield "pixel_values", _image(names, vision)
+        if "high_res_pixel_values" in names:
+            yield "high_res_pixel_values", _image(names, getattr(config, "high_res_vision_config", vision))
     if "pixel_values_videos" in names and main == "pixel_values_videos":
         frames = number(config, "num_frames", "frames_per_clip", default=16)
-        image = _image(names, config)
-        yield "pixel_values_videos", InputSpec(name="video", kind="image", shape=(frames, *image.shape))
+        image = _image(names, vision).shape[-3:]
+        yield "pixel_values_videos", InputSpec(name="video", kind="image", shape=(frames, *image))
     yield from _sound(names, config, main)
+    yield from _rows(names, config)
     if main == "past_values":
         yield from _series(names, config)
     yield from _wanted(model_class, names, config, text, length, vocabulary)
 
 
+_PACKED = ("image_grid_thw", "spatial_shapes")
+"""Arguments that tell how many patches the images have that a class is given as rows of patches."""
+_PACKED_SIDE = 448
+"""Pixels of a packed image's side where the configuration states none."""
+
+
+def grid_of(config: Any) -> tuple[int, int]:
+    """Patches of an image upwards and sideways, of which whole blocks are merged and whole windows attended to."""
+    vision = getattr(config, "vision_config", None) or config
+    patch = number(vision, "patch_size", "spatial_patch_size", default=14)
+    merged = number(vision, "spatial_merge_size", "merge_kernel_size", "downsample_factor", default=2)
+    block = max(merged, number(vision, "window_size") // patch // merged * merged)
+    side = number(vision, "image_size", default=_PACKED_SIDE)
+    count = max(side // patch // block, 1) * block
+    return count, count
+
+
 def _image(names: tuple[str, ...], config: Any) -> InputSpec:
+    if any(name in names for name in _PACKED):
+        patch = number(config, "patch_size", "spatial_patch_size", default=14)
+        frames = number(config, "temporal_patch_size", default=1)
+        channels = number(config, "num_channels", "in_channels", "in_chans", default=3)
+        return InputSpec(name="image", kind="image", shape=(prod(grid_of(config)), channels * frames * patch**2))
     size = getattr(config, "image_size", None) or getattr(config, "img_size", None) or 224
     sides = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
     channels = number(config, "num_channels", "in_channels", "in_chans", default=3)
     frames = number(config, "num_frames") if "num_frames" in vars(config) else 0
-    shape = (channels, int(sides[0]), int(sides[-1]))
+    shape: tuple[int, ...] = (channels, int(sides[0]), int(sides[-1]))
+    if "aspect_ratio_ids" in names:  # tiles of one image
+        shape = (1, number(config, "max_num_tiles", default=4), *shape)
+    elif "pixel_attention_mask" in names:  # several images a sample, one here
+        shape = (1, *shape)
     return InputSpec(name="image", kind="image", shape=(frames, *shape) if frames > 1 else shape)
 
 
+def _rows(names: tuple[str, ...], config: Any) -> Iterator[tuple[str, InputSpec]]:
+    """Tokens of a part in between, and features of regions and patches that were made before."""
+    between = getattr(config, "qformer_config", None)
+    if "qformer_input_ids" in names and between is not None:
+        vocabulary = number(between, "vocab_size", default=_CLASSES)
+        shape = (_QUESTION,)
+        yield (
+            "qformer_input_ids",
+            InputSpec(name="question", kind="tokens", shape=shape, dtype="int64", high=vocabulary),
+        )
+    if "visual_feats" in names:
+        yield (
+            "visual_feats",
+            InputSpec(
+                name="regions", kind="features", shape=(_REGIONS, number(config, "visual_feat_dim", default=2048))
+            ),
+        )
+        yield (
+            "visual_pos",
+            InputSpec(name="places", kind="features", shape=(_REGIONS, number(config, "visual_pos_dim", default=4))),
+        )
+    if "flattened_patches" in names:
+        vision = getattr(config, "vision_config", None) or config
+        # A patch has its row and column before its pixels.
+        rows, pixels = number(vision, "seq_len", default=2048), 3 * number(vision, "patch_size", default=16) ** 2
+        yield "flattened_patches", InputSpec(name="patches", kind="features", shape=(rows, pixels + 2))
+
+
+_QUESTION, _REGIONS = 32, 36
+"""Tokens of a question to the part between images and text, and regions of an image."""
 SAMPLES = 16_000
 """Numbers of a wave: a second of speech."""
 
 
 def _sound(names: tuple[str, ...], config: Any, main: str) -> Iterator[tuple[str, InputSpec]]:
-    sound = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config
-    if "input_values" in names and main == "input_values":
-        bins = number(sound, "num_mel_bins")
+    names_of = ("audio_config", "encoder_config", "encoder")
+    sound = next((part for name in names_of if (part := getattr(config, name, None)) is not None), config)
+    if "input_values" in names and main in ("input_values", "inputs"):
+        bins = 0 if hasattr(sound, "conv_dim") else number(sound, "num_mel_bins")
         frames = number(sound, "max_length", "max_time_positions", default=1024)
         shape = (frames, bins) if bins else (SAMPLES,)
         yield "input_values", InputSpec(name="sound", kind="features", shape=shape)
     if "input_features" in names and (main == "input_features" or getattr(config, "audio_config", None) is not None):
-        bins = number(sound, "num_mel_bins", "input_feat_per_channel", "feature_size", default=80)
+        keys: tuple[str, ...] = ("num_mel_bins", "input_feat_per_channel", "feature_size")
+        stacked = re.search(r"Linear\(config\.num_mel_bins \* (\d+)", _source(getattr(sound, "model_type", "")))
+        keys = keys if main != "input_features" else ("input_dim", *keys)
+        bins = number(sound, "input_size", *keys, default=80) * (int(stacked[1]) if stacked else 1)
         positions_of = number(sound, "max_source_positions")
         first = main == "input_features" and "input_feat_per_channel" not in vars(sound) and positions_of
-        shape = (bins, 2 * positions_of) if first else (1024, bins)
+        if first or _bins_first(getattr(sound, "model_type", "")):
+            shape = (bins, 2 * positions_of or FRAMES)
+        else:
+            shape = (1024, bins)
         yield "input_features", InputSpec(name="sound", kind="features", shape=shape)
+
+
+FRAMES = 3000
+"""Frames of a sound: of half a minute."""
+
+
+def _bins_first(kind: str) -> bool:
+    """Whether a model type takes frequencies before frames: whether it convolves over these, as its source says."""
+    return bool(re.search(r"Conv1d\(\s*(self\.|config\.)?num_mel_bins", _source(kind)))
 
 
 def _series(names: tuple[str, ...], config: Any) -> Iterator[tuple[str, InputSpec]]:
@@ -273,6 +368,10 @@ def _wanted(
         yield "labels", InputSpec(name="label", kind="next_tokens", shape=(length,), dtype="int64", high=classes)
     elif "SemanticSegmentation" in kind:
         yield "labels", InputSpec(name="label", kind="label", shape=(image, image), dtype="int64", high=classes)
+    elif kind.endswith(OBJECTS):
+        found = number(config, "num_queries", "num_detection_tokens", default=100)
+        yield "labels", InputSpec(name="classes", kind="label", shape=(found,), dtype="int64", high=classes)
+        yield BOXES, InputSpec(name="boxes", kind="target", shape=(found, 4))
     elif "DepthEstimation" in kind:
         yield "labels", InputSpec(name="target", kind="target", shape=(image, image))
     else:
@@ -280,8 +379,58 @@ def _wanted(
 
 
 def _predicts_tokens(kind: str) -> bool:
-    ends = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForCTC", "ForPreTraining")
-    return kind.endswith(ends) or "LM" in kind or "Generation" in kind
+    ends = ("ForCTC", "ForPreTraining", "MTModel", "DecoderModel")
+    return kind.endswith(ends) or any(word in kind for word in ("LM", "Generation", "ToText", "2Text"))
+
+
+def known_arguments(
+    model_class: type[Any], config: PreTrainedConfig, given: Mapping[str, InputSpec], batch: int, *, sizes: bool = False
+) -> dict[str, Any]:
+    """What a class is told of the images of a batch: numbers that are known before a step, as lists.
+
+    Some classes take `sizes` of images, which only some of their vision towers can do with.
+    """
+    names = arguments_of(model_class)
+    found: dict[str, Any] = {}
+    image = given.get("pixel_values")
+    if image is not None:
+        vision = getattr(config, "vision_config", None) or config
+        # A batch of images is told as the frames of one clip, which are apart from one another.
+        if "image_grid_thw" in names:
+            found["image_grid_thw"] = [[batch, *grid_of(vision)]]
+        if "spatial_shapes" in names:
+            found["spatial_shapes"] = [list(grid_of(vision))] * batch
+            found["pixel_attention_mask"] = [[1] * image.shape[0]] * batch
+        if "image_sizes" in names and sizes:
+            found["image_sizes"] = [list(image.shape[-2:])] * batch
+        if "image_embeds_position_mask" in names:
+            rows, length = number(config, "latent_query_num"), given["input_ids"].shape[0]
+            found["image_embeds_position_mask"] = [[place < rows for place in range(length)]] * batch
+    return found
+
+
+_MASKS = {
+    "attention_mask": ("input_ids", "input_features", "input_values"),
+    "decoder_attention_mask": ("decoder_input_ids",),
+    "input_features_mask": ("input_features",),
+    "feature_attention_mask": ("input_features",),
+    "encoder_attention_mask": ("input_ids",),
+    "qformer_attention_mask": ("qformer_input_ids",),
+    "visual_attention_mask": ("visual_feats",),
+    "padding_mask": ("input_values",),
+}
+"""Arguments that are masks of rows, with the inputs that may have these."""
+
+
+def masks_of(model_class: type[Any], given: Mapping[str, InputSpec]) -> dict[str, int]:
+    """How many rows of a sample the masks of a class are of."""
+    names = arguments_of(model_class)
+    found = {}
+    for mask, owners in _MASKS.items():
+        owner = next((given[name] for name in owners if name in given), None)
+        if mask in names and owner is not None:
+            found[mask] = max(owner.shape) if owner.kind == "features" else owner.shape[0]
+    return found
 
 
 def fixed_arguments(model_class: type[Any]) -> Mapping[str, object]:

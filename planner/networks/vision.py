@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from planner.graph.tracing import unmaterialised
 from planner.networks.inputs import InputSpec
-from planner.networks.losses import mean_cross_entropy
+from planner.networks.losses import mean_absolute_error, mean_binary_cross_entropy, mean_cross_entropy
 from planner.networks.network import Network
 from simulator.errors import InputError, NetworkError, UnsupportedError
 
@@ -40,6 +40,30 @@ class Classifier(nn.Module):
             part = mean_cross_entropy(rows, label) * weight if weight != 1.0 else mean_cross_entropy(rows, label)
             loss = part if loss is None else loss + part
         assert loss is not None  # a model has an output
+        return loss
+
+
+class Detector(nn.Module):
+    """A network that detects objects in one pass, with its loss.
+
+    Every anchor is compared with the class and the box of one object of its image: which of them lie on an object
+    depends on data, and costs little beside the network. Images are given as large as the network would scale them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor, label: Tensor, box: Tensor) -> Tensor:
+        """Loss of images ``(batch, channels, height, width)``, a class ``(batch,)`` and a box ``(batch, 4)`` each."""
+        features = self.model.backbone(image)
+        found = self.model.head([features] if isinstance(features, Tensor) else list(features.values()))
+        scores, places = found["cls_logits"], found["bbox_regression"]
+        loss = mean_cross_entropy(scores, label.unsqueeze(1).expand(scores.shape[:2]))
+        loss = loss + mean_absolute_error(places, box.unsqueeze(1).expand_as(places))
+        if "bbox_ctrness" in found:
+            centred = found["bbox_ctrness"].flatten(1)
+            loss = loss + mean_binary_cross_entropy(centred, (label > 0).unsqueeze(1).expand_as(centred))
         return loss
 
 
@@ -89,6 +113,7 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
         inputs=(
             InputSpec(name="image", kind="image", shape=image),
             InputSpec(name="label", kind="label", shape=label, dtype="int64", high=_CLASSES),
+            *([InputSpec(name="box", kind="target", shape=(4,))] if isinstance(made, Detector) else []),
         ),
         make=partial(_make, source, name),
         content=f"{spec} {library} {metadata.version(library)}",
@@ -106,12 +131,19 @@ def _make(source: str, name: str, depth: int | None) -> nn.Module:
         near = difflib.get_close_matches(name, _names(source), n=3)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         raise NetworkError(f"{source}:{name}: {LIBRARIES[source]} has no such network{meant}")
-    if source == "tv" and _kind(name) == "detection":
+    if source == "tv" and _kind(name) == "optical_flow":
         raise UnsupportedError(
-            f"{source}:{name} detects objects: its loss depends on how many boxes an image has; write it with a fixed "
-            "number as py:MODULE:FACTORY"
+            f"{source}:{name} compares two images, and no loss of it is known here; write it with its loss as "
+            "py:MODULE:FACTORY"
         )
-    options: dict[str, Any] = {"weights": None, "weights_backbone": None} if _segments(source, name) else {}
+    detects = source == "tv" and _kind(name) == "detection"
+    if detects and "rcnn" in name:
+        raise UnsupportedError(
+            f"{source}:{name} looks at regions that it finds itself, whose number and places depend on the image; "
+            "write it with fixed regions as py:MODULE:FACTORY, or use a network that detects in one pass, such as "
+            "tv:retinanet_resnet50_fpn"
+        )
+    options: dict[str, Any] = {"weights": None, "weights_backbone": None} if detects or _segments(source, name) else {}
     try:
         model = unmaterialised(
             lambda: (
@@ -122,14 +154,14 @@ def _make(source: str, name: str, depth: int | None) -> nn.Module:
         )
     except Exception as error:
         raise NetworkError(f"{source}:{name}: {LIBRARIES[source]} cannot make it: {error}") from error
-    return Classifier(model)
+    return Detector(model) if detects else Classifier(model)
 
 
 def _kind(name: str) -> str:
-    """Part of torchvision that a network is from: ``segmentation``, ``detection`` or none of them."""
+    """Part of torchvision that a network is from, such as ``segmentation`` or ``detection``; "" for classifiers."""
     models = import_module("torchvision.models")
     module = models.get_model_builder(name).__module__
-    return next((part for part in ("segmentation", "detection", "video") if f".{part}." in module), "")
+    return next((part for part in ("segmentation", "detection", "video", "optical_flow") if f".{part}." in module), "")
 
 
 def _segments(source: str, name: str) -> bool:
@@ -141,6 +173,9 @@ def _sides(source: str, name: str, model: Any) -> tuple[int, ...]:
     given = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     if given:
         return tuple(int(side) for side in given[1:])
+    scaled = getattr(model, "transform", None)  # of networks that detect objects
+    if scaled is not None:
+        return tuple(scaled.fixed_size or (scaled.min_size[-1],) * 2)
     side = getattr(model, "image_size", None)
     if isinstance(side, int):
         return side, side

@@ -11,7 +11,7 @@ import torch
 from planner.graph.operator_graph import RECURRENCE, RECURRENCE_BACKWARD
 from planner.graph.recurrence import recurrence_flops, recurrence_operator
 from planner.networks import load_network
-from planner.networks.hugging_face_parts import fused_recurrences
+from planner.networks.hugging_face_running import running
 from simulator.program import Kernel
 
 LENGTH, HEADS, SHARED = 7, 4, 2
@@ -54,7 +54,7 @@ def test_it_computes_what_transformers_does(kind: str, name: str, monkeypatch: p
         return run(values, steps, rates, keys, queries, 4, D=skipped, dt_bias=skipped, dt_softplus=True)
 
     expected = computed()
-    with fused_recurrences(_Held()):
+    with running(_Held()):
         found = computed()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(computed(), expected)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.networks import load_network
-from simulator.errors import InputError
+from simulator.errors import InputError, UnsupportedError
 
 pytest.importorskip("torchvision")
 
@@ -27,3 +28,27 @@ def test_torchvision_says_the_side_that_its_weights_take(name: str, side: int) -
 def test_a_side_is_a_whole_number(side: str) -> None:
     with pytest.raises(InputError, match="side of images"):
         load_network(f"tv:squeezenet1_1@{side}")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("fasterrcnn_resnet50_fpn", "retinanet_resnet50_fpn"), ("raft_small", "two images")]
+)
+def test_a_network_whose_loss_is_not_known_is_refused(name: str, said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        load_network(f"tv:{name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "side"), [("ssdlite320_mobilenet_v3_large", 320), ("fcos_resnet50_fpn", 800)])
+def test_a_network_that_detects_in_one_pass_is_captured(name: str, side: int) -> None:
+    network = load_network(f"tv:{name}")
+    assert [spec.shape for spec in network.inputs] == [(3, side, side), (), (4,)]
+    graph = network.capture()
+    assert all(parameter.gradient for parameter in graph.parameters)
+
+
+def test_a_constructor_that_reads_widths_from_tensors_is_made() -> None:
+    from planner.networks.vision import _make
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert any(True for _ in _make("tv", "regnet_x_400mf", None).parameters())
