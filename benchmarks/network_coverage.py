@@ -1,13 +1,13 @@
 """How many of the networks that libraries train are captured and planned.
 
-    python -m benchmarks.network_coverage [transformers|timm|torchvision] [--sample N | --only NAME,…] [--seconds S]
-                                          [--results FILE.jsonl] [--out PAGE.md]
+    python -m benchmarks.network_coverage [transformers|timm|torchvision] [--sample N [--seed N] | --only NAME,…]
+                                          [--seconds S] [--results FILE.jsonl] [--out PAGE.md]
 
 Of transformers every model type that has a class with a loss is tried, with its default widths and the fewest layers
 that show each kind; of timm and torchvision the first network of every module. Each is planned for eight H100 in a
 process of its own, under a limit of processor time. Printed is one line a network; the page holds the counts and what
-failed. `--sample` draws N networks of each library at random, the same ones each time; `--only` names some. `--results`
-appends the lines to a file, and leaves out the networks that it has: a run that was cut off goes on.
+failed. `--sample` draws N networks of each library at random, the same ones each time for a seed; `--only` names some.
+`--results` appends the lines to a file, and leaves out the networks that it has: a run that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,12 +30,12 @@ from typing import Any
 
 from planner.networks.loading import load_network
 from planner.plans.request import PlanRequest
-from simulator.errors import MeshwrightError, NetworkError
+from simulator.errors import MeshwrightError
 from simulator.whole_file import write_whole
 
 HARDWARE, DEVICES, BATCH = "dgx-h100", 8, 64
-LENGTH, LENGTH_WITH_FEATURES = 256, 2048
-"""Tokens of a sample, and where images or sounds take some of them."""
+LENGTH, LENGTH_WITH_FEATURES, LONGEST = 256, 2048, 8192
+"""Tokens of a sample, and where images or sounds take some of them, at first and where these take more."""
 _DEPTHS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
     *("num_encoder_layers", "num_decoder_layers", "depth"),
@@ -43,15 +44,30 @@ _DEPTHS = (
 _SHORT = 2
 _LONGEST = 8
 """Layers that are taken at most to show each kind."""
+_HALF_TURNED = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [8, 12, 12],
+}
 _WHOLE: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
+    "glm4v": {"text_config": {"rope_parameters": _HALF_TURNED}},
+    "glm46v": {"text_config": {"rope_parameters": _HALF_TURNED}},
+    "blip-2": {"image_token_index": 50265},
+    "instructblip": {"image_token_index": 50265},
+    "instructblipvideo": {"video_token_index": 50265},
+    "aria": {"vision_config": {"image_size": 490, "patch_size": 14}},
 }
 """Settings of model types whose defaults fit no network: they are those of published ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a network: ``planned``, ``infeasible``, ``refused``, ``internal error`` or ``limit``."""
+    """What became of a network: ``planned``, ``infeasible``, ``refused``, ``internal error`` or ``limit``.
+
+    ``no default`` is a model type whose own default configuration transformers makes no module of: there is no network.
+    """
 
     network: str
     outcome: str
@@ -105,20 +121,24 @@ def short_config(kind: str) -> Any:
     """The default configuration of a model type with the fewest layers that show each kind of layer.
 
     It is made from its settings, so that what transformers derives from the depth follows; where it refuses lists
-    that it had derived itself, they are left to it.
+    that it had derived itself, they are left to it, and where it refuses any, the configuration is left as it is.
     """
     from transformers import AutoConfig
 
-    whole = AutoConfig.for_model(kind)
-    error: Exception | None = None
+    whole = whole_config(kind)
     for with_lists in (False, True):
         settings = _shorter(whole, with_lists)
         _merge(settings, _WHOLE.get(kind, {}))
-        try:
+        with suppress(Exception):  # transformers raises whatever it likes
             return AutoConfig.for_model(kind, **settings)
-        except Exception as refused:  # noqa: BLE001 transformers raises whatever it likes
-            error = refused
-    raise NetworkError(f"{kind}: transformers refuses two layers: {error}; name what it needs in _WHOLE") from error
+    return whole
+
+
+def whole_config(kind: str) -> Any:
+    """The default configuration of a model type."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **_WHOLE.get(kind, {}))
 
 
 def _shorter(config: Any, with_lists: bool) -> dict[str, Any]:
@@ -138,7 +158,11 @@ def _shorter(config: Any, with_lists: bool) -> dict[str, Any]:
             found |= {name: value[:depth] for name, value in lists.items() if name not in ("stage_names",)}
     for name, part in held.items():
         if isinstance(part, PreTrainedConfig):
-            found[name] = {"model_type": part.model_type, **_shorter(part, with_lists)}
+            shorter = _shorter(part, with_lists)
+            counts = [held_in for key, held_in in vars(part).items() if key in shorter and isinstance(held_in, int)]
+            settings = part.to_dict().items()
+            kept = {key: value for key, value in settings if not isinstance(value, list) or len(value) not in counts}
+            found[name] = {**kept, "model_type": part.model_type, **shorter}
     return found
 
 
@@ -161,6 +185,21 @@ def _merge(settings: dict[str, Any], more: dict[str, Any]) -> None:
 def write_short_config(kind: str, folder: str) -> None:
     """Write `short_config` of a model type as a ``config.json``."""
     short_config(kind).save_pretrained(folder)
+
+
+def refused_by_transformers(kind: str) -> str:
+    """Why transformers makes no module that trains of its own default configuration; "" if it does."""
+    import torch
+
+    from planner.networks.transformers_classes import said, trainable_class
+
+    config = whole_config(kind)
+    try:
+        with torch.device("meta"):
+            trainable_class(kind, config, None)._from_config(config)
+    except Exception as error:  # noqa: BLE001 transformers raises whatever it likes
+        return f"transformers makes no module that trains of its own default: {said(error)}"
+    return ""
 
 
 def tried(name: str, source: str, seconds: int) -> Outcome:
@@ -197,15 +236,28 @@ def _outcome(name: str, source: str, folder: str) -> dict[str, Any]:
 
 
 def _planned(name: str, source: str, folder: str) -> tuple[str, str]:
+    if source != "hf":
+        return _attempt(f"{source}:{name}", name, folder)
+    found = "refused", ""
+    # Where a short network is refused, the whole one is tried: what was left out may have been needed.
+    for make, length in ((short_config, LENGTH_WITH_FEATURES), (whole_config, LONGEST)):
+        config = make(name)
+        config.save_pretrained(folder)
+        found = _attempt(f"hf:{folder}", name, folder, length)
+        if found[0] != "refused":
+            return found
+    why = refused_by_transformers(name)
+    return ("no default", why) if why else found
+
+
+def _attempt(spec: str, name: str, folder: str, length: int = LENGTH_WITH_FEATURES) -> tuple[str, str]:
     from planner.planning.planning import plan_network
 
     try:
-        if source == "hf":
-            write_short_config(name, folder)
-        spec = f"hf:{folder}" if source == "hf" else f"{source}:{name}"
         network = load_network(spec)
         alone = all("token" in one.kind for one in network.inputs)
-        tokens = network.sequence_length and min(network.sequence_length, LENGTH if alone else LENGTH_WITH_FEATURES)
+        most = network.sequence_length
+        tokens = most and (min(most, LENGTH) if alone else length if most >= LENGTH_WITH_FEATURES else most)
         request = PlanRequest(
             network=spec, hardware=HARDWARE, devices=DEVICES, global_batch=BATCH, top=1,
             sequence_length=tokens,
@@ -214,7 +266,7 @@ def _planned(name: str, source: str, folder: str) -> tuple[str, str]:
         first = next((m for m in result.messages if "no sharding rule" in m), "")
         return ("planned", first) if result.candidates else ("infeasible", result.infeasible)
     except MeshwrightError as error:
-        return "refused", str(error).replace(folder, name)
+        return "refused", str(error).replace(folder, name).replace(Path(folder).name, name)
     except Exception as error:  # noqa: BLE001 this is what is counted
         return "internal error", f"{type(error).__name__}: {error}"
 
@@ -222,7 +274,10 @@ def _planned(name: str, source: str, folder: str) -> tuple[str, str]:
 def page(outcomes: Sequence[Outcome], tried_of: str) -> str:
     """The page of the counts and of what failed, by library."""
     lines = ["# Networks that are planned", "", tried_of, ""]
-    lines += ["| library | tried | planned | refused | internal errors | over the limit |", "|---|---|---|---|---|---|"]
+    lines += [
+        "| library | tried | no default | planned | refused | internal errors | over the limit |",
+        "|---|---|---|---|---|---|---|",
+    ]
     by_source = {
         source: [o for o in outcomes if o.network.startswith(f"{source}:")] for _, source in LIBRARIES.values()
     }
@@ -230,9 +285,10 @@ def page(outcomes: Sequence[Outcome], tried_of: str) -> str:
         counts = Counter(o.outcome for o in by_source[source])
         total = len(by_source[source])
         if total:
-            planned = counts["planned"] + counts["infeasible"]
+            planned, none = counts["planned"] + counts["infeasible"], counts["no default"]
             failed = f"{counts['refused']} | {counts['internal error']} | {counts['limit']}"
-            cells = f"{planned} ({planned / total:.0%}) | {failed}"
+            share = planned / max(total - none, 1)
+            cells = f"{none} | {planned} ({share:.0%}) | {failed}"
             lines.append(f"| {library} | {total} | {cells} |")
     lines += ["", "## What failed", "", "| network | outcome | reason |", "|---|---|---|"]
     failed = (o for o in outcomes if o.outcome not in ("planned", "infeasible"))
@@ -246,10 +302,10 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")[:300]
 
 
-def drawn(library: str, sample: int | None) -> list[str]:
-    """Names of a library's networks, or of some of them, drawn the same way each time."""
+def drawn(library: str, sample: int | None, seed: int = 0) -> list[str]:
+    """Names of a library's networks, or of some of them, drawn the same way each time for a seed."""
     names = LIBRARIES[library][0]()
-    return names if sample is None or sample >= len(names) else sorted(random.Random(0).sample(names, sample))
+    return names if sample is None or sample >= len(names) else sorted(random.Random(seed).sample(names, sample))
 
 
 def _known(results: Path | None) -> dict[str, Outcome]:
@@ -280,6 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", nargs="*", help=", ".join(LIBRARIES))
     parser.add_argument("--sample", type=int, help="networks of each library")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random")
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--seconds", type=int, default=120, help="processor time of one network")
     parser.add_argument("--results", type=Path, help="JSON lines that are read and appended to")
@@ -287,7 +344,7 @@ def main() -> None:
     given = parser.parse_args()
     libraries = given.libraries or list(LIBRARIES)
     only = given.only.split(",") if given.only else None
-    names = {library: only or drawn(library, given.sample) for library in libraries}
+    names = {library: only or drawn(library, given.sample, given.seed) for library in libraries}
     outcomes = list(outcomes_of(names, given.seconds, given.results))
     if given.out:
         which = (
