@@ -19,7 +19,7 @@ from planner.search.exact.folded import Weights
 from planner.search.exact.limited import Limited
 from planner.search.exact.model import model_of, possible, undominated
 from planner.search.exact.pareto import MAX_PAIRS
-from planner.search.exact.wide import WideSearch
+from planner.search.exact.wide import WideModel, WideSearch
 from planner.search.problem.problem import Problem, Solution
 from planner.search.problem.variables import Kind
 
@@ -57,14 +57,65 @@ class DynamicProgramming(Exact):
         return total, self.solution(plan, plan.seconds if price == 0 else 0.0)
 
 
-_SOLVERS: dict[int, DynamicProgramming] = {}
+class WideProblem:
+    """A problem too wide for elimination, and what its searches share.
+
+    Parameters
+    ----------
+    why
+        The error that says so.
+    """
+
+    def __init__(self, problem: Problem, why: TooWideError) -> None:
+        whole = model_of(problem)
+        self.error = TooWideError(*why.args)  # the traceback of the other would keep the problem
+        self.wide = WideModel(Costing(whole), undominated(possible(whole)))
+        self._free: Solution | None = None
+
+    def solve(self, limit: float) -> Solution | None:
+        """The best plan within a limit in bytes, and its bound; a plan found without a limit stands where it fits."""
+        if self._free is not None and self._free.memory_bytes <= limit:
+            return self._free
+        found = self._search(limit)
+        if np.isinf(limit):
+            self._free = found
+        return found
+
+    def _search(self, limit: float) -> Solution | None:
+        """Search with a beam; what states are left by its bound, elimination may search after all."""
+        search = WideSearch(self.wide, limit)
+        if not search.possible():
+            return None
+        search.run()
+        if search.best is None:
+            raise TooWideError(
+                "the graph is too densely connected for exact search, and no plan was found that fits in "
+                f"{limit:.4g} bytes, though none is proven impossible; pin more dimensions, for example --pin tp=1"
+            )
+        narrow = None if search.proven() else search.narrowed()
+        if narrow is not None:
+            try:
+                solver = Exact(search.costing, narrow)
+            except TooWideError:
+                return search.solution()
+            found = Limited(solver, limit, search.best).solve()
+            # Every plan faster than the best known one is among what is left.
+            search.best = search.best if found is None else search.costing.costed(found.assignment, found.layers)
+            search.bound = max(search.bound, search.best.seconds if found is None else found.lower_bound_s)
+        return search.solution()
 
 
-def _solver(problem: Problem) -> DynamicProgramming:
+_SOLVERS: dict[int, DynamicProgramming | WideProblem] = {}
+
+
+def _known(problem: Problem) -> DynamicProgramming | WideProblem:
     """The solver of a problem, made once for all that is asked of it and kept as long as the problem is."""
     key = id(problem)
     if key not in _SOLVERS:
-        _SOLVERS[key] = DynamicProgramming(problem)
+        try:
+            _SOLVERS[key] = DynamicProgramming(problem)
+        except TooWideError as error:
+            _SOLVERS[key] = WideProblem(problem, error)
         finalize(problem, _SOLVERS.pop, key, None)
     return _SOLVERS[key]
 
@@ -85,10 +136,9 @@ def solve(problem: Problem, memory_limit_bytes: float, *, pairs: int = MAX_PAIRS
     TooWideError
         Where the graph is too wide and no plan was found, though none is proven impossible.
     """
-    try:
-        solver = _solver(problem)
-    except TooWideError:
-        return _wide(problem, memory_limit_bytes)
+    solver = _known(problem)
+    if isinstance(solver, WideProblem):
+        return solver.solve(memory_limit_bytes)
     return Limited(solver, memory_limit_bytes, pairs=pairs).solve()
 
 
@@ -96,40 +146,40 @@ def closed(problem: Problem, solution: Solution, memory_limit_bytes: float, *, p
     """Prove or improve a solution by labels; returns it, and how many pairs of labels were looked at."""
     if solution.gap <= PROOF:
         return solution, 0
-    try:
-        search = Limited(_solver(problem), memory_limit_bytes, pairs=pairs)
-    except TooWideError:
+    solver = _known(problem)
+    if isinstance(solver, WideProblem):
         return solution, 0
+    search = Limited(solver, memory_limit_bytes, pairs=pairs)
     found = search.solve()
     return (solution if found is None else found), pairs - search.pairs
 
 
 def fastest(problem: Problem) -> Solution:
     """The best plan without a memory limit."""
-    try:
-        return _solver(problem).minimise(0.0)[1]
-    except TooWideError:
-        found = _wide(problem, np.inf)
-        if found is None:
-            raise
-        return found
+    solver = _known(problem)
+    if not isinstance(solver, WideProblem):
+        return solver.minimise(0.0)[1]
+    found = solver.solve(np.inf)
+    if found is None:
+        raise solver.error
+    return found
 
 
 def once_s(problem: Problem, solution: Solution) -> float:
     """Seconds of a plan's messages once a step, which bring parameters and sum gradients: passes may hide them."""
     parameters = {n for n, variable in enumerate(problem.decisions.variables) if variable.kind is Kind.PARAMETER}
     solver = _SOLVERS.get(id(problem))
-    costing = Costing(model_of(problem)) if solver is None else solver.costing
+    if isinstance(solver, WideProblem):
+        costing = solver.wide.costing
+    else:
+        costing = Costing(model_of(problem)) if solver is None else solver.costing
     return costing.seconds_beside(solution, parameters)
 
 
 def least_bytes(problem: Problem) -> float:
     """Bytes that no plan takes fewer of; some plan takes them, unless the graph is too wide for elimination."""
-    try:
-        return _solver(problem).least_bytes()
-    except TooWideError:
-        whole = model_of(problem)
-        return WideSearch(Costing(whole), undominated(possible(whole)), np.inf).least_bytes()
+    solver = _known(problem)
+    return solver.wide.memory.bound if isinstance(solver, WideProblem) else solver.least_bytes()
 
 
 def smallest(problem: Problem) -> Solution:
@@ -137,34 +187,7 @@ def smallest(problem: Problem) -> Solution:
 
     On graphs too wide for elimination it is the smallest that a beam finds.
     """
-    try:
-        solver = _solver(problem)
-    except TooWideError:
-        whole = model_of(problem)
-        return WideSearch(Costing(whole), undominated(possible(whole)), np.inf).smallest()
+    solver = _known(problem)
+    if isinstance(solver, WideProblem):
+        return WideSearch(solver.wide, np.inf).smallest()
     return solver.solution(solver.least_memory(), 0.0)
-
-
-def _wide(problem: Problem, limit: float) -> Solution | None:
-    """Search a graph that elimination cannot; what states are left by its bound, it may after all."""
-    whole = model_of(problem)
-    search = WideSearch(Costing(whole), undominated(possible(whole)), limit)
-    if not search.possible():
-        return None
-    search.run()
-    if search.best is None:
-        raise TooWideError(
-            "the graph is too densely connected for exact search, and no plan was found that fits in "
-            f"{limit:.4g} bytes, though none is proven impossible; pin more dimensions, for example --pin tp=1"
-        )
-    narrow = None if search.proven() else search.narrowed()
-    if narrow is not None:
-        try:
-            solver = Exact(search.costing, narrow)
-        except TooWideError:
-            return search.solution()
-        found = Limited(solver, limit, search.best).solve()
-        # Every plan faster than the best known one is among what is left.
-        search.best = search.best if found is None else search.costing.costed(found.assignment, found.layers)
-        search.bound = max(search.bound, search.best.seconds if found is None else found.lower_bound_s)
-    return search.solution()

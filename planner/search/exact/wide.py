@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,10 +193,11 @@ class Beam:
     Parameters
     ----------
     dual, memory
-        Messages at the weights that order the beginnings, and for the least memory that each may be completed with.
+        Messages at the weights that order the beginnings, and for the least memory that each may be completed with;
+        without the latter memory has no limit.
     """
 
-    def __init__(self, dual: Dual, memory: Dual, limit: float) -> None:
+    def __init__(self, dual: Dual, memory: Dual | None, limit: float) -> None:
         self.dual = dual
         self.memory = memory
         self.limit = limit
@@ -206,10 +208,10 @@ class Beam:
         states = np.full((1, len(self.sizes)), -1, dtype=np.int32)
         cost, bytes_ = np.zeros(1), np.zeros(1)
         done: set[int] = set()
-        slack = self.limit - self.memory.bound + 1e-9 * abs(self.limit) if np.isfinite(self.limit) else np.inf
+        slack = np.inf if self.memory is None else self.limit - self.memory.bound + 1e-9 * abs(self.limit)
         for v in self.dual.order:
             total = cost[:, None] + self._added(self.dual, v, states, done)
-            if np.isfinite(slack):
+            if self.memory is not None:
                 needed = bytes_[:, None] + self._added(self.memory, v, states, done)
                 total[needed > slack] = np.inf
             flat = total.ravel()
@@ -219,7 +221,7 @@ class Beam:
             states = states[before]
             states[:, v] = state
             cost = flat[chosen]
-            bytes_ = needed.ravel()[chosen] if np.isfinite(slack) else bytes_[before]
+            bytes_ = bytes_[before] if self.memory is None else needed.ravel()[chosen]
             done.add(v)
         return states
 
@@ -238,31 +240,48 @@ class Beam:
         return added
 
 
-class WideSearch:
-    """The best plan and the bound of a model of any width, under a memory limit."""
+class WideModel:
+    """A model of any width, with the messages that every search of it begins with."""
 
-    def __init__(self, costing: Costing, model: Model, limit: float) -> None:
+    def __init__(self, costing: Costing, model: Model) -> None:
         self.costing = costing
         self.model = model
-        self.limit = limit
         self.unrolled = unrolled(model)
-        self.best: CostedPlan | None = None
-        self.bound = 0.0
-        self._kept: tuple[Dual, float] | None = None
-        self._memory = self._dual(SMALL)
 
-    def _dual(self, weights: Weights) -> Dual:
+    def dual(self, weights: Weights) -> Dual:
+        """Settled messages at some weights."""
         dual = Dual(self.unrolled.model, weights)
         dual.tighten()
         return dual
 
+    @cached_property
+    def time(self) -> Dual:
+        """Settled messages where memory has no price."""
+        return self.dual(Weights(1.0, 0.0))
+
+    @cached_property
+    def memory(self) -> Dual:
+        """Settled messages for the least memory; their bound is bytes that no plan takes fewer of."""
+        return self.dual(SMALL)
+
+
+class WideSearch:
+    """The best plan and the bound of a model of any width, under a memory limit."""
+
+    def __init__(self, wide: WideModel, limit: float) -> None:
+        self.wide = wide
+        self.costing = wide.costing
+        self.model = wide.model
+        self.limit = limit
+        self.unrolled = wide.unrolled
+        self.best: CostedPlan | None = None
+        self.bound = 0.0
+        self._kept: tuple[Dual, float] | None = None
+
     def possible(self) -> bool:
         """Whether a plan within the limit is not proven impossible."""
-        return self._memory.bound <= min(self.limit, self._memory.most)
-
-    def least_bytes(self) -> float:
-        """Bytes that no plan takes fewer of."""
-        return self._memory.bound
+        dual = self.wide.time if np.isinf(self.limit) else self.wide.memory
+        return dual.bound <= min(self.limit, dual.most)
 
     def smallest(self) -> Solution:
         """The plan of least memory that a beam finds, the fastest of those.
@@ -272,7 +291,7 @@ class WideSearch:
         TooWideError
             Where it finds none.
         """
-        plans = [plan for plan in self._plans(self._memory, np.inf) if np.isfinite(plan.seconds)]
+        plans = [plan for plan in self._plans(self.wide.memory, np.inf) if np.isfinite(plan.seconds)]
         if not plans:
             raise TooWideError(
                 "the graph is too densely connected for exact search, and no plan of it was found; pin more "
@@ -293,7 +312,7 @@ class WideSearch:
         low, high = 0.0, np.inf
         price = 0.0
         for _ in range(PRICES):
-            dual = self._dual(Weights(1.0, price))
+            dual = self.wide.dual(Weights(1.0, price)) if price else self.wide.time
             self._prove(dual, price)
             free = self._plans(dual, np.inf)
             plans = free if np.isinf(self.limit) else [*free, *self._plans(dual, self.limit)]
@@ -323,7 +342,7 @@ class WideSearch:
 
     def _plans(self, dual: Dual, limit: float) -> list[CostedPlan]:
         """Plans within the limit that a beam finds, best first."""
-        found = Beam(dual, self._memory, limit).run()
+        found = Beam(dual, None if np.isinf(limit) else self.wide.memory, limit).run()
         plans = [self.unrolled.plan(dict(enumerate(row.tolist()))) for row in found[:KEPT]]
         return [self.costing.plan(*plan, self.model) for plan in plans]
 

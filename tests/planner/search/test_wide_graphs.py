@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.search import dynamic_programming
-from planner.search.dynamic_programming import solve
+from planner.search.dynamic_programming import WideProblem, solve
 from planner.search.exact import buckets
 from planner.search.exact.blocks import TooWideError
 from planner.search.exact.buckets import Buckets, plain
@@ -24,8 +24,11 @@ from tests.planner.search.test_exactness import blocks_of, chains_of_blocks, gra
 
 
 def wide(problem: TableProblem, limit: float) -> Solution | None:
-    """Search as if elimination were impossible, but for what the bound leaves."""
-    return dynamic_programming._wide(cast("Problem", problem), limit)
+    """Search as if elimination were impossible, but for what the bound leaves; a limit is searched after none."""
+    searched = WideProblem(cast("Problem", problem), TooWideError(""))
+    if limit % 2:  # whether the plan without a limit is known must not matter
+        searched.solve(np.inf)
+    return searched.solve(limit)
 
 
 def check(problem: TableProblem, limit: float) -> None:
