@@ -69,6 +69,8 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
             "select_scatter",
             "slice_scatter",
             "empty_like",
+            "new_empty",
+            "new_empty_strided",
             "scalar_tensor",
             "new_ones",
             "_unsafe_index",

@@ -7,14 +7,17 @@ from functools import partial
 from importlib import import_module, metadata
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.graph.tracing import unmaterialised
 from planner.networks.inputs import InputSpec
 from planner.networks.losses import mean_absolute_error, mean_binary_cross_entropy, mean_cross_entropy
 from planner.networks.network import Network
-from simulator.errors import InputError, NetworkError, UnsupportedError
+from simulator.errors import InputError, NetworkError
 
+_GIVEN_REGIONS = "regions are given, an even share on each level of features: what chooses them is not timed"
 LIBRARIES = {"timm": "timm", "tv": "torchvision"}
 """Libraries by the source that names them."""
 SIDE = "@"
@@ -67,6 +70,107 @@ class Detector(nn.Module):
         return loss
 
 
+class RegionDetector(nn.Module):
+    """A network that detects objects in regions of an image (R-CNN), with its loss.
+
+    The network would propose regions itself, so that their number depends on the image. Here they are given: as many
+    for each image as it samples, an even share on each level of features. The foreground ones have masks or keypoints.
+    All anchors count in the loss of proposals.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        sampler = model.roi_heads.fg_bg_sampler
+        self.regions = int(sampler.batch_size_per_image)
+        self.foreground = int(sampler.batch_size_per_image * sampler.positive_fraction)
+
+    def extra_inputs(self) -> tuple[InputSpec, ...]:
+        """What it takes beside images and the class of each region."""
+        heads = self.model.roi_heads
+        inputs = [
+            InputSpec(name="region", kind="target", shape=(self.regions, 4)),
+            InputSpec(name="truth", kind="target", shape=(5,)),
+        ]
+        if heads.has_mask():
+            side = 2 * heads.mask_roi_pool.output_size[0]
+            inputs.append(InputSpec(name="detail", kind="target", shape=(self.foreground, side, side)))
+        if heads.has_keypoint():
+            places = (4 * heads.keypoint_roi_pool.output_size[0]) ** 2
+            shape = self.foreground, heads.keypoint_predictor.kps_score_lowres.out_channels
+            inputs.append(InputSpec(name="detail", kind="label", shape=shape, dtype="int64", high=places))
+        return tuple(inputs)
+
+    def forward(
+        self, image: Tensor, label: Tensor, region: Tensor, truth: Tensor, detail: Tensor | None = None
+    ) -> Tensor:
+        """Loss of images ``(batch, channels, height, width)`` with classes ``(batch, regions)`` of regions.
+
+        A region ``(batch, regions, 4)`` is a middle and two sides, in halves of the image's sides from its middle on.
+        Of `truth` ``(batch, 5)`` each anchor learns whether there is an object, and its box. `detail` are the masks
+        ``(batch, foreground, height, width)`` or the places of keypoints ``(batch, foreground, keypoints)``.
+        """
+        heads = self.model.roi_heads
+        features = self.model.backbone(image)
+        levels = [features[name] for name in heads.box_roi_pool.featmap_names if name in features]
+        scores, boxes = heads.box_predictor(heads.box_head(_pooled(levels, region, heads.box_roi_pool)))
+        loss = mean_cross_entropy(scores, label.flatten()) + mean_absolute_error(
+            boxes.unflatten(-1, (-1, 4)), region.flatten(0, 1).unsqueeze(1).expand(-1, boxes.shape[1] // 4, -1)
+        )
+        for anchors, moved in zip(*self.model.rpn.head(list(features.values())), strict=True):
+            there = (truth[:, 0] > 0)[:, None, None, None].expand_as(anchors)
+            loss = loss + mean_binary_cross_entropy(anchors, there)
+            box = truth[:, 1:].repeat(1, moved.shape[1] // 4)[:, :, None, None].expand_as(moved)
+            loss = loss + mean_absolute_error(moved, box)
+        front, kinds = region[:, : self.foreground], label[:, : self.foreground]
+        if heads.has_mask():
+            drawn = heads.mask_predictor(heads.mask_head(_pooled(levels, front, heads.mask_roi_pool)))
+            chosen = kinds.flatten()[:, None, None, None].expand(-1, 1, *drawn.shape[-2:])
+            assert detail is not None
+            loss = loss + mean_binary_cross_entropy(drawn.gather(1, chosen).squeeze(1), detail.flatten(0, 1) > 0)
+        if heads.has_keypoint():
+            maps = heads.keypoint_predictor(heads.keypoint_head(_pooled(levels, front, heads.keypoint_roi_pool)))
+            assert detail is not None
+            loss = loss + mean_cross_entropy(maps.flatten(2), detail.flatten(0, 1))
+        return loss
+
+
+def _pooled(levels: list[Tensor], region: Tensor, pool: Any) -> Tensor:
+    """Features of regions, ``(batch · regions, channels, side, side)``, with an even share of regions on each level.
+
+    As RoIAlign does (He et al., arXiv:1703.06870, section 3), each bin is the mean of values that are read between
+    pixels. Regions come without a gradient, as proposals do.
+    """
+    side, points = pool.output_size[0], pool.output_size[0] * pool.sampling_ratio
+    steps = (torch.arange(points, device=region.device, dtype=region.dtype) + 0.5) / points - 0.5
+    offsets = torch.stack((steps.expand(points, points), steps[:, None].expand(points, points)), dim=-1)
+    parts = []
+    for level, part in zip(levels, region.tensor_split(len(levels), dim=1), strict=True):
+        places = part[:, :, None, None, :2] + part[:, :, None, None, 2:] * offsets
+        values = F.grid_sample(level, places.flatten(1, 2), align_corners=False)
+        values = F.avg_pool2d(values, pool.sampling_ratio)
+        parts.append(values.view(*values.shape[:2], part.shape[1], side, side).transpose(1, 2))
+    return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+_FADING = 0.8
+"""Of the loss of each earlier estimate of motion, of the next one's (Teed and Deng, arXiv:2003.12039, section 3.3)."""
+
+
+class MotionEstimator(nn.Module):
+    """A network that estimates how the pixels of an image move to another, with its loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor, second: Tensor, motion: Tensor) -> Tensor:
+        """Loss of two images ``(batch, channels, height, width)`` and the motion ``(batch, 2, height, width)``."""
+        estimates = self.model(image, second)
+        parts = [mean_absolute_error(one, motion) * _FADING**n for n, one in enumerate(reversed(estimates))]
+        return torch.stack(parts).sum()
+
+
 def _outputs(result: Any) -> list[tuple[float, Tensor]]:
     """Scores of classes, the main ones first, with their weights in the loss."""
     if isinstance(result, Tensor):
@@ -100,7 +204,18 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
     made = _make(source, name, None)
     side, channels = (int(stated),) * 2 if stated else _sides(source, name, made.model), _channels(made.model)
     image = (channels, _FRAMES, *side) if source == "tv" and _kind(name) == "video" else (channels, *side)
-    label = side if _segments(source, name) else ()
+    if isinstance(made, MotionEstimator):
+        given: tuple[InputSpec, ...] = (
+            InputSpec(name="second", kind="image", shape=image),
+            InputSpec(name="motion", kind="target", shape=(2, *side)),
+        )
+    else:
+        label = side if _segments(source, name) else (made.regions,) if isinstance(made, RegionDetector) else ()
+        given = (InputSpec(name="label", kind="label", shape=label, dtype="int64", high=_classes(made)),)
+    if isinstance(made, Detector):
+        given += (InputSpec(name="box", kind="target", shape=(4,)),)
+    if isinstance(made, RegionDetector):
+        given += made.extra_inputs()
     parameters = sum(p.numel() for p in made.parameters())
     return Network(
         name=name,
@@ -110,11 +225,8 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
         default_global_batch=256,
         default_optimizer="momentum",
         sequence_length=None,
-        inputs=(
-            InputSpec(name="image", kind="image", shape=image),
-            InputSpec(name="label", kind="label", shape=label, dtype="int64", high=_CLASSES),
-            *([InputSpec(name="box", kind="target", shape=(4,))] if isinstance(made, Detector) else []),
-        ),
+        inputs=(InputSpec(name="image", kind="image", shape=image), *given),
+        notes=(_GIVEN_REGIONS,) if isinstance(made, RegionDetector) else (),
         make=partial(_make, source, name),
         content=f"{spec} {library} {metadata.version(library)}",
     )
@@ -131,18 +243,7 @@ def _make(source: str, name: str, depth: int | None) -> nn.Module:
         near = difflib.get_close_matches(name, _names(source), n=3)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         raise NetworkError(f"{source}:{name}: {LIBRARIES[source]} has no such network{meant}")
-    if source == "tv" and _kind(name) == "optical_flow":
-        raise UnsupportedError(
-            f"{source}:{name} compares two images, and no loss of it is known here; write it with its loss as "
-            "py:MODULE:FACTORY"
-        )
     detects = source == "tv" and _kind(name) == "detection"
-    if detects and "rcnn" in name:
-        raise UnsupportedError(
-            f"{source}:{name} looks at regions that it finds itself, whose number and places depend on the image; "
-            "write it with fixed regions as py:MODULE:FACTORY, or use a network that detects in one pass, such as "
-            "tv:retinanet_resnet50_fpn"
-        )
     options: dict[str, Any] = {"weights": None, "weights_backbone": None} if detects or _segments(source, name) else {}
     try:
         model = unmaterialised(
@@ -154,7 +255,18 @@ def _make(source: str, name: str, depth: int | None) -> nn.Module:
         )
     except Exception as error:
         raise NetworkError(f"{source}:{name}: {LIBRARIES[source]} cannot make it: {error}") from error
-    return Detector(model) if detects else Classifier(model)
+    if source == "tv" and _kind(name) == "optical_flow":
+        return MotionEstimator(model)
+    if detects:
+        return RegionDetector(model) if hasattr(model, "roi_heads") else Detector(model)
+    return Classifier(model)
+
+
+def _classes(made: nn.Module) -> int:
+    """Number of classes that labels are drawn from."""
+    if isinstance(made, RegionDetector):
+        return int(made.model.roi_heads.box_predictor.cls_score.out_features)
+    return _CLASSES
 
 
 def _kind(name: str) -> str:

@@ -36,6 +36,15 @@ def resized(position: int) -> Callable[[LocalCall], LocalOperator]:
     return lambda call: invoke(call, call.with_argument(position, list(call.output_shape())))
 
 
+def strided(call: LocalCall) -> LocalOperator:
+    """A new tensor of the local shape without gaps, its dims in the order in which the whole one has them in memory."""
+    shape, order = call.output_shape(), call.arguments[2]
+    strides, step = [1] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (order[dim], -dim)):
+        strides[dim], step = step, step * shape[dim]
+    return invoke(call, (*call.arguments[:1], list(shape), strides))
+
+
 def mean(call: LocalCall) -> LocalOperator:
     """Average; over a sharded dim each rank sums and divides by the global number of elements."""
     shape = call.inputs[0].shape

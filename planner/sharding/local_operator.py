@@ -280,6 +280,7 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.new_zeros.default": layers.resized(1),
     "aten.new_ones.default": layers.resized(1),
     "aten.new_empty.default": layers.resized(1),
+    "aten.new_empty_strided.default": layers.strided,
     "aten.slice_backward.default": layers.resized(1),
     "aten.select_backward.default": layers.resized(1),
     "aten.unfold_backward.default": layers.resized(1),

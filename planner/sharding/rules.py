@@ -133,7 +133,7 @@ _VIEWS: dict[str, Family] = {
 
 _CREATED: dict[str, Family] = {
     f"aten.{name}.default": families.created
-    for name in ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones", "new_empty")
+    for name in ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones", "new_empty", "new_empty_strided")
 }
 _CONSTANT: dict[str, Family] = {
     f"aten.{name}": families.alone

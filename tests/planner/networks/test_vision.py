@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.networks import load_network
-from simulator.errors import InputError, UnsupportedError
+from simulator.errors import InputError
 
 pytest.importorskip("torchvision")
 
@@ -30,12 +31,18 @@ def test_a_side_is_a_whole_number(side: str) -> None:
         load_network(f"tv:squeezenet1_1@{side}")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("fasterrcnn_resnet50_fpn", "retinanet_resnet50_fpn"), ("raft_small", "two images")]
-)
-def test_a_network_whose_loss_is_not_known_is_refused(name: str, said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said):
-        load_network(f"tv:{name}")
+def test_regions_are_read_as_roi_align_reads_them() -> None:
+    from torchvision.ops import MultiScaleRoIAlign, roi_align
+
+    from planner.networks.vision import _pooled
+
+    torch.manual_seed(0)
+    level = torch.randn(2, 3, 12, 20, dtype=torch.float64)
+    middle, sides = 0.8 * torch.rand(2, 5, 2, dtype=torch.float64) - 0.4, 0.2 + torch.rand(2, 5, 2, dtype=torch.float64)
+    found = _pooled([level], torch.cat((middle, sides), dim=-1), MultiScaleRoIAlign(["0"], 7, 2))
+    corners = torch.cat((middle - sides / 2, middle + sides / 2), dim=-1)
+    pixels = (corners + 1) / 2 * torch.tensor([20, 12, 20, 12])
+    torch.testing.assert_close(found, roi_align(level, list(pixels), 7, sampling_ratio=2, aligned=True))
 
 
 @pytest.mark.slow
@@ -43,6 +50,23 @@ def test_a_network_whose_loss_is_not_known_is_refused(name: str, said: str) -> N
 def test_a_network_that_detects_in_one_pass_is_captured(name: str, side: int) -> None:
     network = load_network(f"tv:{name}")
     assert [spec.shape for spec in network.inputs] == [(3, side, side), (), (4,)]
+    graph = network.capture()
+    assert all(parameter.gradient for parameter in graph.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("fasterrcnn_mobilenet_v3_large_320_fpn", [(512,), (512, 4), (5,)]),
+        ("maskrcnn_resnet50_fpn", [(512,), (512, 4), (5,), (128, 28, 28)]),
+        ("keypointrcnn_resnet50_fpn", [(512,), (512, 4), (5,), (128, 17)]),
+        ("raft_small", [(3, 224, 224), (2, 224, 224)]),
+    ],
+)
+def test_networks_of_regions_and_of_motion_are_captured(name: str, given: list[tuple[int, ...]]) -> None:
+    network = load_network(f"tv:{name}")
+    assert [spec.shape for spec in network.inputs[1:]] == given
     graph = network.capture()
     assert all(parameter.gradient for parameter in graph.parameters)
 

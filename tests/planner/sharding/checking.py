@@ -19,7 +19,7 @@ from tests.planner.sharding.alone import Alone, call_operator
 
 Coordinates = tuple[int, ...]
 _POSITIVE = ("rsqrt", "sqrt", "log", "log2", "log10", "log1p", "pow", "reciprocal", "div", "xlogy", "fmod", "remainder")
-_UNDEFINED = ("empty", "new_empty", "empty_like")
+_UNDEFINED = ("empty", "new_empty", "new_empty_strided", "empty_like")
 
 
 def rule_error(

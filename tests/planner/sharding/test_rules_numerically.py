@@ -201,6 +201,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("aten.new_full.default", X, [8], 3.0),
     ("aten.new_ones.default", X, [4, 8]),
     ("aten.new_empty.default", X, [4, 8]),
+    ("aten.new_empty_strided.default", X, [4, 8], [1, 4]),
     ("aten.sum.default", X),
     ("aten.mean.default", X),
     ("aten.mean.dim", G, [0, -1], True),
