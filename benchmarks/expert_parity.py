@@ -4,10 +4,11 @@
                                        [--pinned] [--results FILE.jsonl] [--out PAGE.md]
 
 Columns of the file are those of a Megatron-Bridge recipe: `recipe, model, task, gpus, hardware, precision`, degrees,
-batches, recomputation, layout and storage; a degree that it leaves out is 1. Each recipe is planned twice, each time in
-a process of its own under a limit of processor time: with every choice that it makes pinned, and with none (not with
-``--pinned``). Both are timed as Megatron-Bridge runs them and with what it can run alone. Counted is how many recipes
-are expressible, fit, and are beaten. ``--every`` takes every Nth recipe, ``--only`` those whose names contain one of
+batches, recomputation, layout and storage; a degree that it leaves out is 1, unless it leaves out all and has those of
+another recipe. Each is planned twice, each time in a process of its own under a limit of processor time: with every
+choice that it makes pinned, and with none (not with ``--pinned``). Both are timed as Megatron-Bridge runs them and with
+what it can run alone. Counted is how many recipes are expressible, fit, and are beaten. ``--every`` takes every Nth
+recipe, ``--only`` those whose names contain one of
 some words. ``--results`` appends a line a recipe to a file and leaves out those that it has.
 """
 
@@ -93,8 +94,16 @@ def write_network(recipe: Recipe, folder: str) -> None:
         write_whole(Path(folder) / "adapter_config.json", json.dumps(ADAPTERS | {"target_modules": "all-linear"}))
 
 
+_INHERITED = {
+    "qwen3_30b_a3b": {"ep": "16", "etp": "1", "micro_batch": "1", "global_batch": "1024", "dispatcher": "flex"},
+}
+"""What recipes that name no degree take from another of their network (Megatron-Bridge, ``recipes/qwen/h100``)."""
+
+
 def config_of(recipe: Recipe) -> TrainingConfig:
     """What a recipe says of its plan."""
+    if not any(recipe[degree] for degree in ("tp", "pp", "cp", "ep")):
+        recipe = dict(recipe) | _INHERITED.get(recipe["model"], {})
 
     def whole(name: str, default: int | None = 1) -> int | None:
         return int(recipe[name]) if recipe[name] else default
