@@ -68,6 +68,7 @@ class PinOptions(TypedDict, total=False):
     shard_size: int
     recompute_layers: int
     recompute: str
+    recompute_modules: Sequence[str]
     optimizer_sharding: str
     schedule: str
     context_algorithm: str

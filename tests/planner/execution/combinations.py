@@ -60,6 +60,8 @@ SIMULATED: Mapping[str, tuple[str, ...]] = {
     "expert_messages": ("once_a_node",),
 }
 """Pins, and values of theirs, whose plans are simulated only."""
+PARTS = "recompute_modules"
+"""The pin of parts of layers that selective recomputation computes again, which trains in a test of its own."""
 BY_LAYER = ("stage_layers", "recompute_layers")
 """Pins that say layer by layer what the search says too: where stages are cut, and which layers compute again."""
 LEAVES_OUT = ("tensor_cut",)
@@ -88,7 +90,7 @@ def factors() -> dict[str, tuple[str, ...]]:
         "bucket_bytes": ("", SMALL_BUCKETS),
     }
     for name in PIN_NAMES:
-        if name in LEAVES_OUT:
+        if name in (*LEAVES_OUT, PARTS):
             continue
         values = PIN_VALUES[name]
         if isinstance(values, tuple):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.planner.execution.combinations import (
+    PARTS,
     Combination,
     factors,
     read_table,
@@ -79,6 +80,19 @@ def test_experts_with_a_context_axis_train_alike() -> None:
         {"network": "mixtral", "dp": "2", "cp": "2", "context_algorithm": "ring"},
     )
     assert_all_train_alike("4", ways)
+
+
+@pytest.mark.slow
+def test_parts_of_layers_that_compute_again_train_alike() -> None:
+    """Parts by name, with tensor ranks, stages, ranks of experts and sharded parameters."""
+    ways = (
+        {"network": "llama", "tp": "2", "dp": "2", PARTS: "layernorm-mlp"},
+        {"network": "llama", "pp": "2", "dp": "2", PARTS: "core_attn", "attention": "unfused"},
+        {"network": "llama", "dp": "4", PARTS: "mlp", "optimizer_sharding": "zero3"},
+        {"network": "mixtral", "dp": "4", "ep": "2", PARTS: "moe_act"},
+        {"network": "mixtral", "dp": "2", "tp": "2", PARTS: "layernorm-moe"},
+    )
+    assert_all_train_alike("4", [{"recompute": "selective", **way} for way in ways])
 
 
 @pytest.mark.slow
