@@ -17,7 +17,6 @@ from planner.networks.losses import mean_absolute_error, mean_binary_cross_entro
 from planner.networks.network import Network
 from simulator.errors import InputError, NetworkError
 
-_GIVEN_REGIONS = "regions are given, an even share on each level of features: what chooses them is not timed"
 LIBRARIES = {"timm": "timm", "tv": "torchvision"}
 """Libraries by the source that names them."""
 SIDE = "@"
@@ -31,9 +30,16 @@ _AUXILIARY_WEIGHT = 0.4
 class Classifier(nn.Module):
     """A network of images with its loss: the mean cross entropy of classes, of pixels where it segments."""
 
-    def __init__(self, model: nn.Module) -> None:
+    notes = ()
+
+    def __init__(self, model: nn.Module, *, segments: bool) -> None:
         super().__init__()
         self.model = model
+        self.segments = segments
+
+    def targets(self, image: tuple[int, ...]) -> tuple[InputSpec, ...]:
+        """Inputs besides images of a shape."""
+        return (_labels(image[-2:] if self.segments else (), _CLASSES),)
 
     def forward(self, image: Tensor, label: Tensor) -> Tensor:
         """Loss of images ``(batch, channels, height, width)`` and their classes ``(batch,)``."""
@@ -53,9 +59,15 @@ class Detector(nn.Module):
     depends on data, and costs little beside the network. Images are given as large as the network would scale them.
     """
 
+    notes = ()
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+
+    def targets(self, image: tuple[int, ...]) -> tuple[InputSpec, ...]:
+        """Inputs besides images of a shape."""
+        return _labels((), _CLASSES), InputSpec(name="box", kind="target", shape=(4,))
 
     def forward(self, image: Tensor, label: Tensor, box: Tensor) -> Tensor:
         """Loss of images ``(batch, channels, height, width)``, a class ``(batch,)`` and a box ``(batch, 4)`` each."""
@@ -78,6 +90,8 @@ class RegionDetector(nn.Module):
     All anchors count in the loss of proposals.
     """
 
+    notes = ("regions are given, an even share on each level of features: what chooses them is not timed",)
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
@@ -85,10 +99,11 @@ class RegionDetector(nn.Module):
         self.regions = int(sampler.batch_size_per_image)
         self.foreground = int(sampler.batch_size_per_image * sampler.positive_fraction)
 
-    def extra_inputs(self) -> tuple[InputSpec, ...]:
-        """What it takes beside images and the class of each region."""
+    def targets(self, image: tuple[int, ...]) -> tuple[InputSpec, ...]:
+        """Inputs besides images of a shape."""
         heads = self.model.roi_heads
         inputs = [
+            _labels((self.regions,), heads.box_predictor.cls_score.out_features),
             InputSpec(name="region", kind="target", shape=(self.regions, 4)),
             InputSpec(name="truth", kind="target", shape=(5,)),
         ]
@@ -113,7 +128,7 @@ class RegionDetector(nn.Module):
         heads = self.model.roi_heads
         features = self.model.backbone(image)
         levels = [features[name] for name in heads.box_roi_pool.featmap_names if name in features]
-        scores, boxes = heads.box_predictor(heads.box_head(_pooled(levels, region, heads.box_roi_pool)))
+        scores, boxes = heads.box_predictor(heads.box_head(region_features(levels, region, heads.box_roi_pool)))
         loss = mean_cross_entropy(scores, label.flatten()) + mean_absolute_error(
             boxes.unflatten(-1, (-1, 4)), region.flatten(0, 1).unsqueeze(1).expand(-1, boxes.shape[1] // 4, -1)
         )
@@ -124,18 +139,20 @@ class RegionDetector(nn.Module):
             loss = loss + mean_absolute_error(moved, box)
         front, kinds = region[:, : self.foreground], label[:, : self.foreground]
         if heads.has_mask():
-            drawn = heads.mask_predictor(heads.mask_head(_pooled(levels, front, heads.mask_roi_pool)))
+            drawn = heads.mask_predictor(heads.mask_head(region_features(levels, front, heads.mask_roi_pool)))
             chosen = kinds.flatten()[:, None, None, None].expand(-1, 1, *drawn.shape[-2:])
             assert detail is not None
             loss = loss + mean_binary_cross_entropy(drawn.gather(1, chosen).squeeze(1), detail.flatten(0, 1) > 0)
         if heads.has_keypoint():
-            maps = heads.keypoint_predictor(heads.keypoint_head(_pooled(levels, front, heads.keypoint_roi_pool)))
+            maps = heads.keypoint_predictor(
+                heads.keypoint_head(region_features(levels, front, heads.keypoint_roi_pool))
+            )
             assert detail is not None
             loss = loss + mean_cross_entropy(maps.flatten(2), detail.flatten(0, 1))
         return loss
 
 
-def _pooled(levels: list[Tensor], region: Tensor, pool: Any) -> Tensor:
+def region_features(levels: list[Tensor], region: Tensor, pool: Any) -> Tensor:
     """Features of regions, ``(batch · regions, channels, side, side)``, with an even share of regions on each level.
 
     As RoIAlign does (He et al., arXiv:1703.06870, section 3), each bin is the mean of values that are read between
@@ -158,17 +175,31 @@ _FADING = 0.8
 
 
 class MotionEstimator(nn.Module):
-    """A network that estimates how the pixels of an image move to another, with its loss."""
+    """A network that estimates where the pixels of an image are in the next one, with its loss."""
+
+    notes = ()
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+
+    def targets(self, image: tuple[int, ...]) -> tuple[InputSpec, ...]:
+        """Inputs besides images of a shape."""
+        motion = InputSpec(name="motion", kind="target", shape=(2, *image[-2:]))
+        return InputSpec(name="second", kind="image", shape=image), motion
 
     def forward(self, image: Tensor, second: Tensor, motion: Tensor) -> Tensor:
         """Loss of two images ``(batch, channels, height, width)`` and the motion ``(batch, 2, height, width)``."""
         estimates = self.model(image, second)
         parts = [mean_absolute_error(one, motion) * _FADING**n for n, one in enumerate(reversed(estimates))]
         return torch.stack(parts).sum()
+
+
+Trained = Classifier | Detector | RegionDetector | MotionEstimator
+
+
+def _labels(shape: tuple[int, ...], classes: int) -> InputSpec:
+    return InputSpec(name="label", kind="label", shape=shape, dtype="int64", high=classes)
 
 
 def _outputs(result: Any) -> list[tuple[float, Tensor]]:
@@ -204,18 +235,6 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
     made = _make(source, name, None)
     side, channels = (int(stated),) * 2 if stated else _sides(source, name, made.model), _channels(made.model)
     image = (channels, _FRAMES, *side) if source == "tv" and _kind(name) == "video" else (channels, *side)
-    if isinstance(made, MotionEstimator):
-        given: tuple[InputSpec, ...] = (
-            InputSpec(name="second", kind="image", shape=image),
-            InputSpec(name="motion", kind="target", shape=(2, *side)),
-        )
-    else:
-        label = side if _segments(source, name) else (made.regions,) if isinstance(made, RegionDetector) else ()
-        given = (InputSpec(name="label", kind="label", shape=label, dtype="int64", high=_classes(made)),)
-    if isinstance(made, Detector):
-        given += (InputSpec(name="box", kind="target", shape=(4,)),)
-    if isinstance(made, RegionDetector):
-        given += made.extra_inputs()
     parameters = sum(p.numel() for p in made.parameters())
     return Network(
         name=name,
@@ -225,8 +244,8 @@ def load_vision(source: str, name: str, sequence_length: int | None) -> Network:
         default_global_batch=256,
         default_optimizer="momentum",
         sequence_length=None,
-        inputs=(InputSpec(name="image", kind="image", shape=image), *given),
-        notes=(_GIVEN_REGIONS,) if isinstance(made, RegionDetector) else (),
+        inputs=(InputSpec(name="image", kind="image", shape=image), *made.targets(image)),
+        notes=made.notes,
         make=partial(_make, source, name),
         content=f"{spec} {library} {metadata.version(library)}",
     )
@@ -237,7 +256,7 @@ def _names(source: str) -> list[str]:
     return list(library.list_models() if source == "timm" else library.models.list_models())
 
 
-def _make(source: str, name: str, depth: int | None) -> nn.Module:
+def _make(source: str, name: str, depth: int | None) -> Trained:
     library = import_module(LIBRARIES[source])
     if name not in _names(source):
         near = difflib.get_close_matches(name, _names(source), n=3)
@@ -259,14 +278,7 @@ def _make(source: str, name: str, depth: int | None) -> nn.Module:
         return MotionEstimator(model)
     if detects:
         return RegionDetector(model) if hasattr(model, "roi_heads") else Detector(model)
-    return Classifier(model)
-
-
-def _classes(made: nn.Module) -> int:
-    """Number of classes that labels are drawn from."""
-    if isinstance(made, RegionDetector):
-        return int(made.model.roi_heads.box_predictor.cls_score.out_features)
-    return _CLASSES
+    return Classifier(model, segments=_segments(source, name))
 
 
 def _kind(name: str) -> str:

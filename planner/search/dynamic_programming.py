@@ -69,7 +69,8 @@ class WideProblem:
     def __init__(self, problem: Problem, why: TooWideError) -> None:
         whole = model_of(problem)
         self.error = TooWideError(*why.args)  # the traceback of the other would keep the problem
-        self.wide = WideModel(Costing(whole), undominated(possible(whole)))
+        self.costing = Costing(whole)
+        self.wide = WideModel(self.costing, undominated(possible(whole)))
         self._free: Solution | None = None
 
     def solve(self, limit: float) -> Solution | None:
@@ -80,6 +81,10 @@ class WideProblem:
         if np.isinf(limit):
             self._free = found
         return found
+
+    def least_bytes(self) -> float:
+        """Bytes that no plan takes fewer of."""
+        return self.wide.memory.bound
 
     def _search(self, limit: float) -> Solution | None:
         """Search with a beam; what states are left by its bound, elimination may search after all."""
@@ -169,17 +174,13 @@ def once_s(problem: Problem, solution: Solution) -> float:
     """Seconds of a plan's messages once a step, which bring parameters and sum gradients: passes may hide them."""
     parameters = {n for n, variable in enumerate(problem.decisions.variables) if variable.kind is Kind.PARAMETER}
     solver = _SOLVERS.get(id(problem))
-    if isinstance(solver, WideProblem):
-        costing = solver.wide.costing
-    else:
-        costing = Costing(model_of(problem)) if solver is None else solver.costing
+    costing = Costing(model_of(problem)) if solver is None else solver.costing
     return costing.seconds_beside(solution, parameters)
 
 
 def least_bytes(problem: Problem) -> float:
     """Bytes that no plan takes fewer of; some plan takes them, unless the graph is too wide for elimination."""
-    solver = _known(problem)
-    return solver.wide.memory.bound if isinstance(solver, WideProblem) else solver.least_bytes()
+    return _known(problem).least_bytes()
 
 
 def smallest(problem: Problem) -> Solution:

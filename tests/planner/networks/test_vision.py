@@ -34,12 +34,12 @@ def test_a_side_is_a_whole_number(side: str) -> None:
 def test_regions_are_read_as_roi_align_reads_them() -> None:
     from torchvision.ops import MultiScaleRoIAlign, roi_align
 
-    from planner.networks.vision import _pooled
+    from planner.networks.vision import region_features
 
     torch.manual_seed(0)
     level = torch.randn(2, 3, 12, 20, dtype=torch.float64)
     middle, sides = 0.8 * torch.rand(2, 5, 2, dtype=torch.float64) - 0.4, 0.2 + torch.rand(2, 5, 2, dtype=torch.float64)
-    found = _pooled([level], torch.cat((middle, sides), dim=-1), MultiScaleRoIAlign(["0"], 7, 2))
+    found = region_features([level], torch.cat((middle, sides), dim=-1), MultiScaleRoIAlign(["0"], 7, 2))
     corners = torch.cat((middle - sides / 2, middle + sides / 2), dim=-1)
     pixels = (corners + 1) / 2 * torch.tensor([20, 12, 20, 12])
     torch.testing.assert_close(found, roi_align(level, list(pixels), 7, sampling_ratio=2, aligned=True))
