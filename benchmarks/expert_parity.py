@@ -8,8 +8,8 @@ batches, recomputation, layout and storage; a degree that it leaves out is 1, un
 another recipe. Each is planned twice, each time in a process of its own under a limit of processor time: with every
 choice that it makes pinned, and with none (not with ``--pinned``). Both are timed as Megatron-Bridge runs them and with
 what it can run alone. Counted is how many recipes are expressible, fit, and are beaten. ``--every`` takes every Nth
-recipe, ``--only`` those whose names contain one of
-some words. ``--results`` appends a line a recipe to a file and leaves out those that it has.
+recipe, ``--only`` those whose names contain one of some words. ``--results`` appends a line a recipe to a file and
+leaves out those that it has.
 """
 
 from __future__ import annotations
